@@ -1,0 +1,240 @@
+"""The nouns that every part of batchgen takes and returns. Standard library only.
+
+`SamplingParams` says how to generate, `Request` is one row in the engine, `Output` is what
+comes back. A fault of one row is data (`RowError`); a fault of the job is one of the
+exceptions below, and each knows its exit code.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+
+class Status(enum.StrEnum):
+    """What became of a row."""
+
+    OK = "ok"
+    ERROR = "error"
+    SKIPPED = "skipped"
+
+
+class FinishReason(enum.StrEnum):
+    """Why generation ended: a stop condition, the length limit, or an abort."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class ErrorClass(enum.StrEnum):
+    """The closed list of what can be wrong with one row."""
+
+    INVALID_JSON = "invalid_json"
+    INVALID_UNICODE = "invalid_unicode"
+    NUMBER_OUT_OF_RANGE = "number_out_of_range"
+    MISSING_COLUMN = "missing_column"
+    NULL_PROMPT = "null_prompt"
+    EMPTY_PROMPT = "empty_prompt"
+    TEMPLATE = "template"
+    INVALID_TOOLS = "invalid_tools"
+    INVALID_PARAM = "invalid_param"
+    CONTEXT_LENGTH = "context_length"
+    STRUCTURED_SCHEMA = "structured_schema"
+    STRUCTURED_UNSATISFIED = "structured_unsatisfied"
+    NONFINITE = "nonfinite"
+    TIMEOUT = "timeout"
+    ENGINE_OOM = "engine_oom"
+    ENGINE_CRASH = "engine_crash"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """Why a row has no result. `message` is a function of the row alone."""
+
+    error_class: ErrorClass
+    message: str
+
+
+class RowFailure(Exception):
+    """Raised while one row is read or rendered; becomes that row's `RowError`."""
+
+    def __init__(self, error_class: ErrorClass, message: str) -> None:
+        super().__init__(message)
+        self.error = RowError(error_class, message)
+
+
+class BatchgenError(Exception):
+    """Ends the job. `exit_code` is what the process returns."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(BatchgenError):
+    """A wrong command line, job file or model; found before any weights are loaded where possible."""
+
+    exit_code = 2
+
+
+class InputError(BatchgenError):
+    """An input file is missing, unreadable, corrupt, or changed since the job began."""
+
+    exit_code = 3
+
+
+class DriftError(BatchgenError):
+    """The job differs from the one that the output folder belongs to."""
+
+    exit_code = 4
+
+
+class StorageError(BatchgenError):
+    """The output folder cannot be written: space, permission, quota, failing disk."""
+
+    exit_code = 5
+
+
+class OwnershipError(BatchgenError):
+    """Another live process owns the output folder."""
+
+    exit_code = 6
+
+
+class EngineError(BatchgenError):
+    """The engine or the hardware failed and retrying did not help."""
+
+    exit_code = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is decoded.
+
+    Args:
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: keep the smallest set of tokens with at least this probability mass, in (0, 1].
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        min_p: drop tokens less likely than this share of the likeliest one, in [0, 1].
+        max_tokens: most tokens to generate, clipped to what fits the context.
+        min_tokens: no end of sequence and no stop condition before this many tokens.
+        stop: strings that end generation; the text is cut before the one that completes first.
+        stop_token_ids: token ids that end generation; not part of the text.
+        seed: sampling noise is a function of (seed, row, sample, position) alone.
+        ignore_eos: go on after the model's end-of-sequence token.
+
+    Raises:
+        ValueError: names the field, the value and what is allowed.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, allowed: str) -> None:
+            if not ok:
+                raise ValueError(f"sampling.{name}: {getattr(self, name)!r} is not allowed; use {allowed}")
+
+        require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "0 or more")
+        require(0 < self.top_p <= 1, "top_p", "a number above 0 and up to 1")
+        require(self.top_k >= 0, "top_k", "0 (off) or a positive integer")
+        require(0 <= self.min_p <= 1, "min_p", "a number from 0 to 1")
+        require(self.max_tokens >= 1, "max_tokens", "1 or more")
+        require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "a number from 0 to max_tokens")
+        require(all(self.stop), "stop", "non-empty strings")
+        require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids of 0 or more")
+        require(0 <= self.seed < 2**63, "seed", "an integer from 0 to 2**63 - 1")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature < 1e-5
+
+
+class RequestState(enum.Enum):
+    """Where a request is; it is in exactly one place of the scheduler at any time."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One row in the engine. The scheduler owns every field after `priority`.
+
+    Args:
+        request_id: the row's ordinal; also its key for sampling noise.
+        prompt_token_ids: never empty.
+        sampling: how to decode.
+        output_token_ids: generated so far; a resumed row starts with what was journalled.
+        priority: higher runs first.
+    """
+
+    request_id: int
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    output_token_ids: list[int] = field(default_factory=list)
+    priority: int = 0
+    state: RequestState = RequestState.WAITING
+    sequence_number: int = -1
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known so far."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most tokens whose keys and values this request can ever need in the cache."""
+        return len(self.prompt_token_ids) + max(self.sampling.max_tokens, len(self.output_token_ids) + 1) - 1
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids of positions `start` to `stop` (exclusive) over prompt and output."""
+        n = len(self.prompt_token_ids)
+        if stop <= n:
+            return self.prompt_token_ids[start:stop]
+        if start >= n:
+            return self.output_token_ids[start - n : stop - n]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - n]
+
+
+@dataclass(slots=True)
+class Output:
+    """The end of one request.
+
+    `token_ids` and `text` are cut at the stop condition, both at the same place; neither holds the
+    end-of-sequence or stop token. `completion_tokens` counts every sampled token, including those.
+    """
+
+    request_id: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    truncated_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    error: RowError | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the row has a result."""
+        return self.error is None
