@@ -1,0 +1,68 @@
+"""What each backend can do, as data. `registry.select` and the backends' own `supports` read this table."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+from batchgen_kernels.spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """Limits of one backend.
+
+    Args:
+        target: "module:class" of the implementation, imported when it is selected.
+        devices: torch device types.
+        dtypes: of queries, keys and values.
+        requires: modules that must be installed, checked without importing them.
+        block_size_multiple: block sizes are multiples of this.
+        max_head_size: largest head_size and v_head_size.
+        batch_invariant: a row's output has the same bits whatever shares its step.
+    """
+
+    name: str
+    target: str
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    requires: tuple[str, ...] = ()
+    block_size_multiple: int = 1
+    max_head_size: int = 1024
+    batch_invariant: bool = False
+
+    def refusal(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why this backend cannot run `spec` on `device` in `dtype`, or None if it can."""
+        missing = [m for m in self.requires if importlib.util.find_spec(m) is None]
+        widest = max(spec.head_size, spec.v_head_size)
+        if missing:
+            return f"the {self.name} attention backend needs {', '.join(missing)}, which is not installed"
+        if device.type not in self.devices:
+            return f"the {self.name} attention backend runs on {_names(self.devices)}, not on {device.type}"
+        if dtype not in self.dtypes:
+            return f"the {self.name} attention backend computes in {_names(self.dtypes)}, not in {dtype}"
+        if widest > self.max_head_size:
+            return (
+                f"the {self.name} attention backend takes head sizes up to {self.max_head_size}, not {widest}"
+            )
+        return None
+
+
+def _names(values: frozenset[str] | frozenset[torch.dtype]) -> str:
+    return " or ".join(sorted(map(str, values)))
+
+
+# In the order in which 'auto' tries them.
+CAPABILITIES: dict[str, Capability] = {
+    c.name: c
+    for c in (
+        Capability(
+            name="reference",
+            target="batchgen_kernels.reference:ReferenceBackend",
+            devices=frozenset({"cpu", "cuda"}),
+            dtypes=frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16}),
+        ),
+    )
+}

@@ -1,0 +1,119 @@
+"""Which rows of a packed step belong to which sequence, and where their keys and values live.
+
+Built by the model runner once a step and group of layers; every layer of the group reads the same object.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True, kw_only=True)
+class AttentionMetadata:
+    """One packed step of S sequences in T rows, the last T - num_tokens of which are padding.
+
+    ```
+    rows      0 ......... 5 | 6 | 7 ... 9 | padding
+    query_start_loc  0        6   7        10 = num_tokens
+    ```
+
+    Args:
+        query_start_loc: int32 [S + 1]; rows of sequence s are query_start_loc[s] to query_start_loc[s + 1].
+        seq_lens: int32 [S]; keys of sequence s, this step's rows included. Its rows are its last positions.
+        block_table: int32 [S, B]; block b holds positions b * block_size onwards. Entries that no row can
+            see (below a sliding window, beyond seq_lens) may be any valid id; the null block 0 is usual.
+        slot_mapping: int64 [T]; block_id * block_size + offset where a row's key and value go; -1 is nowhere.
+        num_tokens: rows that are not padding.
+        block_size: positions in one block.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_tokens: int
+    block_size: int
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the step."""
+        return int(self.seq_lens.shape[0])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step, padding included."""
+        return int(self.slot_mapping.shape[0])
+
+    def check(self, num_blocks: int) -> None:
+        """Refuse what would read or write outside the cache.
+
+        Raises:
+            ValueError: names the tensor and the value.
+        """
+        starts, lens = self.query_start_loc.tolist(), self.seq_lens.tolist()
+        query_lens = [b - a for a, b in itertools.pairwise(starts)]
+        _require(
+            len(starts) == len(lens) + 1,
+            f"query_start_loc has {len(starts)} entries for {len(lens)} seq_lens",
+        )
+        _require(
+            starts[0] == 0 and starts[-1] == self.num_tokens, "query_start_loc must run from 0 to num_tokens"
+        )
+        _require(self.num_tokens <= self.num_rows, f"{self.num_tokens} tokens in {self.num_rows} rows")
+        for s, (q, n) in enumerate(zip(query_lens, lens, strict=True)):
+            _require(0 <= q <= n, f"sequence {s} has {q} rows but seq_lens {n}")
+        room = self.block_table.shape[1] * self.block_size
+        _require(
+            max(lens, default=0) <= room, f"seq_lens {max(lens, default=0)} exceeds the block table's {room}"
+        )
+        _check_range("block_table", self.block_table, 0, num_blocks)
+        _check_range("slot_mapping", self.slot_mapping, -1, num_blocks * self.block_size)
+
+    @classmethod
+    def build(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        block_size: int,
+        *,
+        num_rows: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> AttentionMetadata:
+        """Pack sequences given as Python lists; `num_rows` pads the step to that many rows."""
+        starts = np.concatenate([[0], np.cumsum(query_lens, dtype=np.int64)])
+        num_tokens = int(starts[-1])
+        table = np.zeros((len(seq_lens), max(map(len, block_tables), default=0)), dtype=np.int32)
+        for row, blocks in zip(table, block_tables, strict=True):
+            row[: len(blocks)] = blocks
+        seq = np.repeat(np.arange(len(seq_lens)), query_lens)
+        position = np.arange(num_tokens) + (np.asarray(seq_lens, np.int64) - starts[1:])[seq]
+        slots = np.full(num_tokens if num_rows is None else num_rows, -1, dtype=np.int64)
+        blocks = table[seq, position // block_size].astype(np.int64)
+        slots[:num_tokens] = blocks * block_size + position % block_size
+        return cls(
+            query_start_loc=torch.from_numpy(starts.astype(np.int32)).to(device),
+            seq_lens=torch.tensor(list(seq_lens), dtype=torch.int32, device=device),
+            block_table=torch.from_numpy(table).to(device),
+            slot_mapping=torch.from_numpy(slots).to(device),
+            num_tokens=num_tokens,
+            block_size=block_size,
+        )
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(f"attention metadata: {message}")
+
+
+def _check_range(name: str, values: torch.Tensor, low: int, end: int) -> None:
+    if values.numel():
+        smallest, largest = int(values.min()), int(values.max())
+        _require(
+            low <= smallest and largest < end, f"{name} holds {smallest}..{largest}, outside {low}..{end - 1}"
+        )

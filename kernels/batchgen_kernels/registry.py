@@ -1,0 +1,74 @@
+"""Chooses the attention backend for a model. Called once at load, with the specs that the probe found."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from batchgen_kernels.backend import AttentionBackend
+from batchgen_kernels.capability import CAPABILITIES, Capability
+from batchgen_kernels.spec import AttentionSpec
+
+
+class BackendError(ValueError):
+    """No backend can do what was asked; the message says why and what to set instead."""
+
+
+class Selection(NamedTuple):
+    """The backend and, for the log, why it was chosen."""
+
+    backend: AttentionBackend
+    reason: str
+
+
+def select(
+    name: str,
+    specs: AttentionSpec | Iterable[AttentionSpec],
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+) -> Selection:
+    """The backend called `name`, or for "auto" the first of the capability table that can run all `specs`.
+
+    Raises:
+        BackendError: the name is unknown, or the backend refuses one of the specs.
+    """
+    device = torch.device(device)
+    every = [specs] if isinstance(specs, AttentionSpec) else list(specs)
+    if name != "auto":
+        return _select_named(name, every, device, dtype)
+    refusals: list[str] = []
+    for capability in CAPABILITIES.values():
+        refusal = _refusal(capability, every, device, dtype)
+        if refusal is None:
+            why = "; ".join(refusals) or f"the fastest that runs this model on {device.type}"
+            return Selection(_load(capability), f"{capability.name}: {why}")
+        refusals.append(refusal)
+    raise BackendError(f"no attention backend can run this model: {'; '.join(refusals)}")
+
+
+def _select_named(
+    name: str, specs: list[AttentionSpec], device: torch.device, dtype: torch.dtype
+) -> Selection:
+    capability = CAPABILITIES.get(name)
+    if capability is None:
+        known = ", ".join(["auto", *CAPABILITIES])
+        raise BackendError(f"attention backend {name!r} does not exist; use one of {known}")
+    refusal = _refusal(capability, specs, device, dtype)
+    if refusal is not None:
+        raise BackendError(f"{refusal}; use 'auto' or another backend")
+    return Selection(_load(capability), f"{name}: asked for by name")
+
+
+def _refusal(
+    capability: Capability, specs: list[AttentionSpec], device: torch.device, dtype: torch.dtype
+) -> str | None:
+    return next(filter(None, (capability.refusal(s, device, dtype) for s in specs)), None)
+
+
+def _load(capability: Capability) -> AttentionBackend:
+    module, _, attribute = capability.target.partition(":")
+    backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()
+    return backend
