@@ -170,9 +170,13 @@ class RequestState(enum.Enum):
     FINISHED = enum.auto()
 
 
+CacheKey = tuple[int, tuple[str | int | bytes, ...]]
+"""(position, tagged values): something besides the token ids that decides keys and values from that position on."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """One row in the engine. The scheduler owns every field after `priority`.
+    """One row in the engine. The scheduler owns every field after `cache_keys`.
 
     Args:
         request_id: the row's ordinal; also its key for sampling noise.
@@ -180,6 +184,8 @@ class Request:
         sampling: how to decode.
         output_token_ids: generated so far; a resumed row starts with what was journalled.
         priority: higher runs first.
+        cache_keys: what else decides keys and values, such as (0, ("lora", name, path)), (0, ("salt", text))
+            or (first position of an image, ("image", digest)); rows share cache only where these agree.
     """
 
     request_id: int
@@ -187,6 +193,7 @@ class Request:
     sampling: SamplingParams
     output_token_ids: list[int] = field(default_factory=list)
     priority: int = 0
+    cache_keys: tuple[CacheKey, ...] = ()
     state: RequestState = RequestState.WAITING
     sequence_number: int = -1
     num_computed_tokens: int = 0
