@@ -1,0 +1,49 @@
+"""From a job's `sampling` section to `SamplingParams`.
+
+A key left null takes the model's generation configuration where the job allows it, else the neutral
+value. Resolved once, at the first attempt, and pinned, so that a later change of the model's files
+cannot change a half-finished job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.types import SamplingParams, UsageError
+
+NEUTRAL: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+
+def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model's `generation_config.json` says about the keys a job may leave null.
+
+    Only a configuration that asks for sampling (`do_sample`) sets any: without it the file means
+    greedy decoding, whatever else it mentions.
+    """
+    if not generation_config.get("do_sample"):
+        return {}
+    given = {key: generation_config.get(key) for key in NEUTRAL}
+    given["temperature"] = 1.0 if given["temperature"] is None else given["temperature"]
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def resolve_sampling(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
+    """Fill the nulls of a `sampling` section.
+
+    Args:
+        section: the job's keys; null where the user left them.
+        defaults: from `generation_defaults`, or empty.
+
+    Raises:
+        UsageError: a value that is not allowed; names the field.
+    """
+    values = {key: value for key, value in section.items() if value is not None}
+    for key, neutral in NEUTRAL.items():
+        values.setdefault(key, defaults.get(key, neutral))
+    values["stop"] = tuple(values.get("stop", ()))
+    values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
+    try:
+        return SamplingParams(**values)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error

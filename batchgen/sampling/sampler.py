@@ -1,0 +1,114 @@
+"""Turn logits into tokens.
+
+Order of operations: banned tokens (min_tokens) → greedy or temperature → min_p → top-k → top-p →
+draw by the position's own noise. Every operation works on one row alone, so a row's token does not
+depend on its batch mates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from batchgen.sampling.noise import uniform
+from batchgen.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What the sampler needs to know about one row of logits.
+
+    `position` is the index of the token to be drawn over prompt and output; `banned` are token ids
+    that may not be drawn here.
+    """
+
+    sampling: SamplingParams
+    request_id: int
+    position: int
+    banned: tuple[int, ...] = ()
+
+
+def finite_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Which rows of `(R, V)` logits are free of NaN and infinity, `(R,)` bool."""
+    return torch.isfinite(logits).all(dim=-1)
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """Draw one token per row.
+
+    Args:
+        logits: `(R, V)` float, finite; changed in place where tokens are banned.
+        rows: R descriptions, in the order of the logits.
+
+    Returns:
+        R token ids.
+    """
+    for i, row in enumerate(rows):
+        if row.banned:
+            logits[i, list(row.banned)] = -torch.inf
+    tokens: list[int] = torch.argmax(logits, dim=-1).tolist()
+    for i in (i for i, row in enumerate(rows) if not row.sampling.greedy):
+        tokens[i] = _draw(logits[i].float(), rows[i])
+    return tokens
+
+
+def _draw(logits: torch.Tensor, row: SamplingRow) -> int:
+    probabilities = torch.softmax(logits / row.sampling.temperature, dim=-1)
+    probabilities = keep_min_p(probabilities, row.sampling.min_p)
+    probabilities = keep_top_k(probabilities, row.sampling.top_k)
+    probabilities = keep_top_p(probabilities, row.sampling.top_p)
+    noise = uniform(row.sampling.seed, row.request_id, 0, row.position)[0]
+    return inverse_cdf(probabilities.numpy(), float(noise))
+
+
+def keep_min_p(probabilities: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Zero what is less likely than `min_p` times the likeliest token (https://arxiv.org/abs/2407.01082)."""
+    if min_p <= 0:
+        return probabilities
+    return torch.where(probabilities < min_p * probabilities.max(), 0.0, probabilities)
+
+
+def keep_top_k(probabilities: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Zero all but the `top_k` likeliest tokens; ties at the border are all kept; 0 keeps everything."""
+    if top_k <= 0 or top_k >= probabilities.shape[-1]:
+        return probabilities
+    border = torch.topk(probabilities, top_k).values[-1]
+    return torch.where(probabilities < border, 0.0, probabilities)
+
+
+def keep_top_p(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keep the smallest set of likeliest tokens with at least `top_p` of the mass left.
+
+    Nucleus sampling (https://arxiv.org/abs/1904.09751). The likeliest token always stays; equal
+    probabilities are ranked by token id.
+    """
+    if top_p >= 1:
+        return probabilities
+    total = float(probabilities.double().sum())
+    # All tokens below this bound together hold less than 1 - top_p, so none of them is ever kept, and
+    # only the few above it need sorting.
+    bound = (1 - top_p) * total / probabilities.shape[-1]
+    candidates = torch.nonzero(probabilities >= bound).flatten()
+    ranked, order = torch.sort(probabilities[candidates], descending=True, stable=True)
+    mass_before = torch.cumsum(ranked.double(), dim=-1) - ranked.double()
+    stays = mass_before < top_p * total
+    stays[0] = True
+    kept = torch.zeros_like(probabilities)
+    chosen = candidates[order[stays]]
+    kept[chosen] = probabilities[chosen]
+    return kept
+
+
+def inverse_cdf(probabilities: np.ndarray, noise: float) -> int:
+    """The token at which the cumulated mass first exceeds `noise` times the total.
+
+    Args:
+        probabilities: `(V,)`, non-negative, not all zero, not necessarily normalised.
+        noise: in [0, 1).
+    """
+    cumulated = np.cumsum(probabilities, dtype=np.float64)
+    token = int(np.searchsorted(cumulated, noise * cumulated[-1], side="right"))
+    return token if token < len(cumulated) else int(np.flatnonzero(probabilities)[-1])
