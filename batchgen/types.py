@@ -171,7 +171,7 @@ class RequestState(enum.Enum):
 
 
 CacheKey = tuple[int, tuple[str | int | bytes, ...]]
-"""(position, tagged values): something besides the token ids that decides keys and values from that position on."""
+"""(position, tagged values): what besides the token ids decides keys and values from that position on."""
 
 
 @dataclass(slots=True, eq=False)

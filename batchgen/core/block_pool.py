@@ -25,7 +25,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
-            raise ValueError(f"num_blocks: {num_blocks} is not allowed; use 2 or more, as block 0 is reserved")
+            raise ValueError(f"num_blocks: {num_blocks} is not allowed; use 2 or more, block 0 is reserved")
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
@@ -102,11 +102,8 @@ class BlockPool:
             self._free.prepend_n([block])
 
     def evict(self, keys: Iterable[BlockKey]) -> list[KVCacheBlock]:
-        """Unregister all blocks of these names and of every name that follows from them; returns them.
-
-        Equal names cannot be told apart by how they were computed, so all bearers lose theirs.
-        """
-        evicted = [b for key in self.index.with_descendants(keys) for b in self.index.all(key)]
+        """Unregister all blocks of these names; returns them."""
+        evicted = [block for key in keys for block in self.index.all(key)]
         for block in evicted:
             self.unregister(block)
         return evicted

@@ -1,0 +1,462 @@
+"""Decides, step by step, which tokens of which requests are computed. Driven by `EngineCore.step()`.
+
+There is no prefill and no decode: a request has computed tokens and known tokens, and every step lets the
+first catch up with the second. `schedule()` assumes success: computed counts advance and full blocks get
+their names at once, so that equal prefixes admitted in one step are computed once. `update()` confirms a
+step, `rollback()` takes it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from batchgen.core.block import KVCacheBlock
+from batchgen.core.kv_cache_manager import Copies, KVCacheManager
+from batchgen.core.kv_spec import KVCacheConfig
+from batchgen.core.state_dump import describe
+from batchgen.core.stats import SchedulerStats
+from batchgen.core.waiting_queue import WaitingQueue
+from batchgen.types import EngineError, ErrorClass, Request, RequestState, RowFailure
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step.
+
+    Args:
+        max_num_batched_tokens: tokens computed in one step.
+        max_num_seqs: requests that hold blocks at one time.
+        max_model_len: longest prompt plus output, in tokens.
+        prefix_caching: reuse keys and values of equal prefixes.
+        watermark: share of the pool that an admission leaves free while others run, in [0, 1).
+        debug_checks: assert all invariants after every call.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    prefix_caching: bool = True
+    watermark: float = 0.01
+    debug_checks: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("max_model_len", 2)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name}: {value} is not allowed; use {least} or more")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark: {self.watermark} is not allowed; use a number from 0 to below 1")
+
+
+@dataclass(slots=True)
+class ScheduledRequest:
+    """Positions `start` to `start + num_tokens` of a request, computed in this step.
+
+    Args:
+        samples: the last known token is among them, so a token is sampled after it.
+        block_ids: per group, the blocks of positions 0 to `start + num_tokens`; live lists, valid until
+            the scheduler is called again, not to be changed.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+    block_ids: list[list[int]]
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step.
+
+    Args:
+        scheduled: running requests first, in order of admission.
+        total_tokens: sum of their `num_tokens`.
+        copies: (source, destination) block ids, copied in all layers in this order (or all sources read
+            first) before anything is written.
+        preempted: ids of requests that lost their blocks and wait again.
+    """
+
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    total_tokens: int = 0
+    copies: Copies = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is decided and until it is confirmed or taken back."""
+
+    budget: int
+    output: SchedulerOutput = field(default_factory=SchedulerOutput)
+    scheduled: dict[int, ScheduledRequest] = field(default_factory=dict)
+    copies: dict[int, Copies] = field(default_factory=dict)
+    admitted_from: dict[int, RequestState] = field(default_factory=dict)
+    named: list[KVCacheBlock] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns all unfinished requests and, through the manager, all blocks.
+
+    Call order: `schedule`, then `update` or `rollback`, then `finish` of what has ended, and again.
+    `add` and `finish` may be called at any time.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv_config: KVCacheConfig) -> None:
+        self.config = config
+        self.manager = KVCacheManager(
+            kv_config, prefix_caching=config.prefix_caching, max_chunk=config.max_num_batched_tokens
+        )
+        self.running: dict[int, Request] = {}
+        self.waiting = WaitingQueue()
+        self.requests: dict[int, Request] = {}
+        self.stats = SchedulerStats(self.manager.pool.num_usable, kv_config.block_size)
+        self._watermark_blocks = int(config.watermark * self.manager.pool.num_usable)
+        self._arrivals = 0
+        self._step: _Step | None = None
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.requests)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks, preempted ones included."""
+        return len(self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Take a request; it waits behind those of its priority.
+
+        Raises:
+            RowFailure: it can never fit the model or the cache.
+            ValueError: its id is in use.
+        """
+        self._accept(request)
+        self.waiting.push_back(request)
+        self._check_if_debug()
+
+    def schedule(self, max_tokens: int | None = None) -> SchedulerOutput:
+        """Decide the next step; empty when nothing is unfinished.
+
+        Args:
+            max_tokens: a smaller budget for this step alone, to repeat a failed one in smaller pieces.
+
+        Raises:
+            EngineError: requests are unfinished and none can make progress, or the caller broke the call
+                order; the message holds the scheduler's state.
+        """
+        if self._step is not None:
+            raise EngineError("schedule() was called before update() or rollback() of the step before")
+        limit = self.config.max_num_batched_tokens
+        step = _Step(limit if max_tokens is None else max(1, min(max_tokens, limit)))
+        self._extend_running(step)
+        # From here on nothing is unscheduled: a named block may be hit by whoever is admitted next.
+        self._name_running(step)
+        if not step.output.preempted:
+            self._admit_waiting(step)
+        self._close(step)
+        self._check_if_debug()
+        return step.output
+
+    def update(self, output: SchedulerOutput, sampled: Mapping[int, int]) -> None:
+        """Confirm the latest step and append its sampled tokens.
+
+        Args:
+            output: what `schedule` returned.
+            sampled: request id to token, for requests with `samples`. Tokens of requests that were
+                finished or preempted since are dropped. A request left out must be finished or poisoned
+                before the next `schedule`.
+        """
+        step = self._end_step(output)
+        if step is None:
+            return
+        self._count_step(step)
+        for request_id, scheduled in step.scheduled.items():
+            if scheduled.samples and request_id in sampled:
+                scheduled.request.output_token_ids.append(sampled[request_id])
+        self._check_if_debug()
+
+    def rollback(self, output: SchedulerOutput) -> None:
+        """Take back the latest step, which failed: nothing that it wrote is used by anyone.
+
+        Requests that ran before are where they were; those admitted in it wait again. One whose shared
+        partial block was to be copied is preempted, as nobody knows whether the copy was made.
+        """
+        step = self._end_step(output)
+        if step is None:
+            return
+        self.manager.unregister(step.named)
+        for request_id, scheduled in reversed(step.scheduled.items()):
+            request = scheduled.request
+            if request_id in step.admitted_from:
+                self._withdraw(scheduled, step.admitted_from[request_id])
+            elif request_id in step.copies:
+                self._preempt(request)
+            else:
+                request.num_computed_tokens = scheduled.start
+                self.manager.truncate(request, scheduled.start)
+        self._check_if_debug()
+
+    def finish(self, request_id: int) -> None:
+        """Drop a request, finished or aborted, and free its blocks; no effect on an unknown id."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._drop(request)
+            self._check_if_debug()
+
+    def poison(self, request_id: int, first_position: int = 0) -> list[int]:
+        """Drop a request whose keys, values or logits are not finite, and everything built on them.
+
+        Its blocks from `first_position` on and all that descend from them leave the prefix cache. Running
+        requests that hold such a block are preempted, to be computed anew; called before `update`, it also
+        voids what they sampled in this step.
+
+        Args:
+            first_position: the first that may be bad; all before it are known to be good.
+
+        Returns:
+            Ids of the preempted requests.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return []
+        sharers: list[Request] = []
+        if request.state is RequestState.RUNNING:
+            sharers = self.manager.evict_from(request, first_position)
+        self._drop(request)
+        for sharer in reversed(sharers):
+            self._preempt(sharer)
+        self._check_if_debug()
+        return [sharer.request_id for sharer in sharers]
+
+    def fork(self, parent_id: int, child: Request) -> None:
+        """Start `child` from everything computed for a running request, sharing its blocks.
+
+        Called between `update` and `schedule`. If no place or block is free the child waits in front and
+        starts from the prefix cache instead.
+
+        Raises:
+            RowFailure: the child can never fit.
+            ValueError: its id is in use, the parent does not run, or their tokens differ.
+        """
+        parent = self.running.get(parent_id)
+        if parent is None or self._step is not None:
+            raise ValueError(f"request {parent_id} cannot be forked: it does not run, or a step is under way")
+        shared = parent.num_computed_tokens
+        if child.num_tokens <= shared or child.tokens(0, shared) != parent.tokens(0, shared):
+            raise ValueError(f"request {child.request_id} does not begin with the tokens of {parent_id}")
+        if child.cache_keys != parent.cache_keys:
+            raise ValueError(f"request {child.request_id} and {parent_id} differ in their cache_keys")
+        self._accept(child)
+        if len(self.running) < self.config.max_num_seqs and self.manager.fork(parent, child):
+            self._start(child, shared)
+        else:
+            self.waiting.push_front(child)
+        self._check_if_debug()
+
+    def check(self) -> None:
+        """Assert every invariant of pool, tables and queues."""
+        self.manager.check()
+        assert len(self.running) <= self.config.max_num_seqs, "too many requests run"
+        waiting = {request.request_id: request for request in self.waiting}
+        assert len(waiting) == len(self.waiting), "the waiting queue miscounts"
+        assert not waiting.keys() & self.running.keys(), "a request waits and runs"
+        assert waiting | self.running == self.requests, "a request is neither waiting nor running"
+        assert self.manager.requests == self.running, "blocks are held by requests that do not run"
+        for request in waiting.values():
+            assert request.state in (RequestState.WAITING, RequestState.PREEMPTED)
+            assert request.num_computed_tokens == 0, f"request {request.request_id} waits, not at 0"
+        for request in self.running.values():
+            assert request.state is RequestState.RUNNING
+            assert 0 < request.num_computed_tokens <= request.num_tokens
+            expected = -(-request.num_computed_tokens // self.manager.block_size)
+            for ids in self.manager.block_ids(request):
+                assert len(ids) == expected, f"request {request.request_id}: {len(ids)} blocks for {expected}"
+
+    def _accept(self, request: Request) -> None:
+        if request.request_id in self.requests:
+            raise ValueError(f"request id {request.request_id} is in use by an unfinished one")
+        self._refuse_unfit(request)
+        request.state = RequestState.WAITING
+        request.num_computed_tokens = request.num_cached_tokens = request.num_preemptions = 0
+        request.block_hashes = []
+        request.sequence_number = self._arrivals
+        self._arrivals += 1
+        self.requests[request.request_id] = request
+
+    def _refuse_unfit(self, request: Request) -> None:
+        limit = self.config.max_model_len
+        if request.num_tokens >= limit:
+            raise RowFailure(
+                ErrorClass.CONTEXT_LENGTH,
+                f"the row has {request.num_tokens} tokens and max_model_len is {limit}, which leaves no room "
+                "for an answer; shorten the prompt or raise max_model_len",
+            )
+        longest = min(request.max_total_tokens, limit - 1)
+        needed, there = self.manager.peak_blocks(longest), self.manager.pool.num_usable
+        if needed > there:
+            raise RowFailure(
+                ErrorClass.CONTEXT_LENGTH,
+                f"the row may grow to {longest} tokens, which take {needed} cache blocks, and the cache has "
+                f"{there}; shorten the prompt, lower max_tokens, or give the cache more memory",
+            )
+
+    def _extend_running(self, step: _Step) -> None:
+        for request in list(self.running.values()):
+            if step.budget == 0:
+                break
+            # Gone since the list was made, to make room for an earlier request.
+            if request.state is RequestState.RUNNING:
+                self._extend(step, request)
+
+    def _extend(self, step: _Step, request: Request) -> None:
+        num_tokens = min(self._num_to_compute(request), step.budget)
+        copies = self.manager.allocate_slots(request, num_tokens)
+        while copies is None:
+            victim = self._choose_victim()
+            self._give_back(step, victim)
+            self._preempt(victim)
+            step.output.preempted.append(victim.request_id)
+            if victim is request:
+                return
+            num_tokens = min(self._num_to_compute(request), step.budget)
+            copies = self.manager.allocate_slots(request, num_tokens)
+        if copies:
+            step.copies[request.request_id] = copies
+        self._schedule_tokens(step, request, num_tokens)
+
+    def _num_to_compute(self, request: Request) -> int:
+        missing = request.num_tokens - request.num_computed_tokens
+        if missing < 1 or request.num_tokens >= self.config.max_model_len:
+            raise EngineError(
+                f"request {request.request_id} has {request.num_tokens} tokens, {missing} of them to "
+                f"compute, and max_model_len is {self.config.max_model_len}; it should have been finished"
+            )
+        return missing
+
+    def _choose_victim(self) -> Request:
+        """Lowest priority; of those the last to be admitted, which has least to lose."""
+        return min(reversed(self.running.values()), key=lambda request: request.priority)
+
+    def _give_back(self, step: _Step, victim: Request) -> None:
+        step.copies.pop(victim.request_id, None)
+        scheduled = step.scheduled.pop(victim.request_id, None)
+        if scheduled is not None:
+            step.budget += scheduled.num_tokens
+
+    def _preempt(self, request: Request) -> None:
+        self._leave_running(request)
+        request.state = RequestState.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.stats.preemptions += 1
+        self.waiting.push_front(request)
+
+    def _leave_running(self, request: Request) -> None:
+        del self.running[request.request_id]
+        self.manager.free(request)
+        if self._step is not None:
+            self._step.scheduled.pop(request.request_id, None)
+
+    def _name_running(self, step: _Step) -> None:
+        for scheduled in step.scheduled.values():
+            step.named += self.manager.register(scheduled.request, scheduled.request.num_computed_tokens)
+
+    def _admit_waiting(self, step: _Step) -> None:
+        request = self.waiting.peek()
+        if request is None or step.budget == 0 or len(self.running) >= self.config.max_num_seqs:
+            return
+        # Blocks that running requests will still take for tokens known today: not there for others.
+        promised = sum(map(self.manager.num_missing_blocks, self.running.values()))
+        while request is not None and step.budget and len(self.running) < self.config.max_num_seqs:
+            if not self._admit(step, request, promised):
+                return
+            promised += self.manager.num_missing_blocks(request)
+            request = self.waiting.peek()
+
+    def _admit(self, step: _Step, request: Request, promised: int) -> bool:
+        headroom = promised + self._watermark_blocks if self.running else 0
+        hit = self.manager.get_computed_blocks(request)
+        num_tokens = min(request.num_tokens - hit.num_tokens, step.budget)
+        if self.manager.allocate_slots(request, num_tokens, hit, headroom=headroom) is None:
+            return False
+        self.waiting.remove(request)
+        step.admitted_from[request.request_id] = request.state
+        self._start(request, hit.num_tokens)
+        self._schedule_tokens(step, request, num_tokens)
+        step.named += self.manager.register(request, request.num_computed_tokens)
+        return True
+
+    def _start(self, request: Request, num_cached: int) -> None:
+        resumed = request.state is RequestState.PREEMPTED
+        self.stats.count_admission(request.num_tokens, num_cached, resumed=resumed)
+        if not resumed:
+            request.num_cached_tokens = num_cached
+        request.num_computed_tokens = num_cached
+        request.state = RequestState.RUNNING
+        self.running[request.request_id] = request
+
+    def _withdraw(self, scheduled: ScheduledRequest, state: RequestState) -> None:
+        """Undo `_start`, for a request of a failed step."""
+        request = scheduled.request
+        self._leave_running(request)
+        resumed = state is RequestState.PREEMPTED
+        self.stats.count_admission(request.num_tokens, scheduled.start, resumed=resumed, sign=-1)
+        if not resumed:
+            request.num_cached_tokens = 0
+        request.num_computed_tokens = 0
+        request.state = state
+        self.waiting.push_front(request)
+
+    def _schedule_tokens(self, step: _Step, request: Request, num_tokens: int) -> None:
+        start = request.num_computed_tokens
+        request.num_computed_tokens = start + num_tokens
+        samples = request.num_computed_tokens == request.num_tokens
+        block_ids = self.manager.block_ids(request)
+        step.scheduled[request.request_id] = ScheduledRequest(request, start, num_tokens, samples, block_ids)
+        step.budget -= num_tokens
+
+    def _close(self, step: _Step) -> None:
+        output = step.output
+        output.scheduled = list(step.scheduled.values())
+        output.total_tokens = sum(scheduled.num_tokens for scheduled in output.scheduled)
+        output.copies = [copy for copies in step.copies.values() for copy in copies]
+        if output.scheduled:
+            self._step = step
+        elif self.requests:
+            raise EngineError(f"no request can make progress; the scheduler's state: {describe(self)}")
+
+    def _end_step(self, output: SchedulerOutput) -> _Step | None:
+        step, self._step = self._step, None
+        if step is not None and step.output is output:
+            return step
+        if step is None and not output.scheduled:
+            return None
+        raise EngineError("update() or rollback() was called with another step than the latest")
+
+    def _count_step(self, step: _Step) -> None:
+        self.stats.count_step(
+            step.output.total_tokens,
+            pool_used=self.manager.pool.num_used,
+            slack_tokens=sum(map(self.manager.num_slack_tokens, self.running.values())),
+            waiting=len(self.waiting) > 0,
+        )
+
+    def _drop(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        if request.state is RequestState.RUNNING:
+            self._leave_running(request)
+        else:
+            self.waiting.remove(request)
+        request.state = RequestState.FINISHED
+
+    def _check_if_debug(self) -> None:
+        if self.config.debug_checks:
+            self.check()
