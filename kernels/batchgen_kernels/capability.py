@@ -59,6 +59,15 @@ CAPABILITIES: dict[str, Capability] = {
     c.name: c
     for c in (
         Capability(
+            name="cpu",
+            target="batchgen_kernels.cpu:CpuBackend",
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32}),
+            requires=("numba",),
+            block_size_multiple=16,
+            batch_invariant=True,
+        ),
+        Capability(
             name="reference",
             target="batchgen_kernels.reference:ReferenceBackend",
             devices=frozenset({"cpu", "cuda"}),

@@ -1,0 +1,321 @@
+"""The compiled entry points of the CPU backend: attention and cache writes, one call a layer and step.
+
+Both take the address of an int64 array of addresses and counts (`Attend` and `Write` name its fields), so
+that they have the type `void (*)(void *)` which OpenMP runs on every thread of its team. Threads claim
+chunks of work by an atomic counter; which thread takes which chunk has no influence on any result.
+Compiled when this module is first imported on a machine, loaded from the cache afterwards.
+
+Cache layout of one layer, a block of 16 positions, head_size D and value width W (v_head_size rounded up
+to a multiple of 16):
+
+```
+key   [block][kv head][D][position]     value [block][kv head][position][W]
+
+        position 0  1  2 ... 15                  w  0  1  2 ... W-1
+      d 0      [ one vector  ]           position 0 [ vector ][ vector ] ...
+      d 1      [             ]           position 1 [        ][        ] ...
+      ...      scores += q[d] * row      ...        out += p[position] * row
+      d D-1    [             ]           position 15
+```
+
+Both products are sums of rows scaled by a number, so no lane ever meets another, and both halves of a
+block are contiguous memory.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from numba import carray, cfunc, float32, int32, int64, njit, types
+
+from batchgen_kernels.cpu.cache import numba_cache
+from batchgen_kernels.cpu.simd import (
+    LANES,
+    MAX_ROWS,
+    TILE,
+    accumulate,
+    as_pointer,
+    fetch_add,
+    scores,
+    softmax,
+)
+
+UNIT_ROWS = 48
+"""Query rows (tokens times heads of a group) that one unit of work aims at."""
+LOG2_E = 1.4426950408889634
+_VECTORS = TILE // LANES
+
+
+class Attend(enum.IntEnum):
+    """Fields of the argument of `attend`. Strides count floats; the rest are addresses and counts."""
+
+    COUNTERS = 0
+    NUM_CHUNKS = 1
+    CHUNKS = 2
+    UNITS = 3
+    STARTS = 4
+    LENS = 5
+    TABLE = 6
+    TABLE_WIDTH = 7
+    BLOCK_SIZE = 8
+    WINDOW = 9
+    NUM_KV_HEADS = 10
+    GROUP = 11
+    HEAD_SIZE = 12
+    V_HEAD_SIZE = 13
+    V_WIDTH = 14
+    QUERY = 15
+    QUERY_TOKEN_STRIDE = 16
+    QUERY_HEAD_STRIDE = 17
+    KEY = 18
+    VALUE = 19
+    FACTORS = 20
+    SINKS = 21
+    OUT = 22
+    SCRATCH = 23
+    SCRATCH_STRIDE = 24
+
+
+class Write(enum.IntEnum):
+    """Fields of the argument of `write`. Strides count floats; the rest are addresses and counts."""
+
+    COUNTERS = 0
+    NUM_CHUNKS = 1
+    ROWS_PER_CHUNK = 2
+    NUM_ROWS = 3
+    SLOTS = 4
+    BLOCK_SIZE = 5
+    NUM_KV_HEADS = 6
+    HEAD_SIZE = 7
+    V_HEAD_SIZE = 8
+    V_WIDTH = 9
+    KEY_IN = 10
+    KEY_TOKEN_STRIDE = 11
+    KEY_HEAD_STRIDE = 12
+    VALUE_IN = 13
+    VALUE_TOKEN_STRIDE = 14
+    VALUE_HEAD_STRIDE = 15
+    KEY = 16
+    VALUE = 17
+
+
+_ATTEND_FIELDS = len(Attend)
+_WRITE_FIELDS = len(Write)
+
+
+def scratch_floats(rows: int, head_size: int, v_width: int) -> int:
+    """Floats of scratch memory that a thread needs for units of at most `rows` query rows."""
+    addresses = 2 * 2 * _VECTORS
+    per_row = head_size + v_width + LANES + 2
+    return -(-(addresses + MAX_ROWS * TILE + rows * per_row) // LANES) * LANES
+
+
+@njit
+def _floats(address: Any, count: Any) -> Any:
+    return carray(as_pointer(address), count, float32)
+
+
+@njit
+def _low(position: Any, window: Any, tile: Any) -> Any:
+    """First key of the tile that a query at `position` sees; window 0 is none."""
+    return max(position - window + 1 - tile * TILE, 0) if window > 0 else 0
+
+
+@njit
+def _high(position: Any, tile: Any) -> Any:
+    """End of the keys of the tile that a query at `position` sees; at most 0 if it sees none."""
+    return min(position + 1 - tile * TILE, TILE)
+
+
+@njit
+def _locate(a: Any, table: Any, head: Any, first: Any, last: Any, keys: Any, values: Any) -> None:
+    """Addresses of the keys and values of each LANES positions of the tile that holds keys first to last."""
+    size, width = a[Attend.BLOCK_SIZE], a[Attend.V_WIDTH]
+    tile = first // TILE
+    for vector in range((first - tile * TILE) // LANES, (last - tile * TILE) // LANES + 1):
+        position = tile * TILE + vector * LANES
+        block = table[position // size] * a[Attend.NUM_KV_HEADS] + head
+        offset = position % size
+        keys[vector] = a[Attend.KEY] + 4 * (block * a[Attend.HEAD_SIZE] * size + offset)
+        values[vector] = a[Attend.VALUE] + 4 * (block * size + offset) * width
+
+
+@njit
+def _attend_rows(
+    a: Any, rows: Any, row: Any, position: Any, tile: Any, s: Any, q: Any, m: Any, t: Any, alpha: Any, acc: Any,
+    keys: Any, values: Any,
+) -> None:
+    """`rows` query rows from number `row` of the unit, whose first token is at `position`, on one tile."""
+    group, window, width, head_size = a[Attend.GROUP], a[Attend.WINDOW], a[Attend.V_WIDTH], a[Attend.HEAD_SIZE]
+    first_position, last_position = position + row // group, position + (row + rows - 1) // group
+    low, high = _low(first_position, window, tile), _high(last_position, tile)
+    scores(
+        q + 4 * row * head_size, keys, low // LANES, (high + LANES - 1) // LANES, rows, head_size,
+        a[Attend.BLOCK_SIZE], s,
+    )
+    cap = _floats(a[Attend.FACTORS], 2)[1]
+    for r in range(rows):
+        at = position + (row + r) // group
+        softmax(
+            s + 4 * r * TILE, _low(at, window, tile), _high(at, tile), cap, m + 4 * (row + r),
+            t + 4 * LANES * (row + r), alpha + 4 * (row + r),
+        )
+    if low == _low(last_position, window, tile) and high == _high(first_position, tile):
+        accumulate(s, values, low, high, rows, width, alpha + 4 * row, acc + 4 * row * width)
+        return
+    for r in range(rows):
+        at = position + (row + r) // group
+        accumulate(
+            s + 4 * r * TILE, values, _low(at, window, tile), _high(at, tile), 1, width,
+            alpha + 4 * (row + r), acc + 4 * (row + r) * width,
+        )
+
+
+@njit
+def _attend_tiles(a: Any, table: Any, head: Any, position: Any, tokens: Any, scratch: Any) -> None:
+    """All tiles for one unit: `tokens` query tokens from `position` on, whose state is in `scratch`."""
+    group, window = a[Attend.GROUP], a[Attend.WINDOW]
+    s, m, t, alpha, q, acc, keys, values = scratch
+    key_addresses = carray(as_pointer(keys), _VECTORS, int64)
+    value_addresses = carray(as_pointer(values), _VECTORS, int64)
+    first_key = max(position - window + 1, 0) if window > 0 else 0
+    last_key = position + tokens - 1
+    for tile in range(first_key // TILE, last_key // TILE + 1):
+        first, last = max(first_key, tile * TILE), min(last_key, tile * TILE + TILE - 1)
+        _locate(a, table, head, first, last, key_addresses, value_addresses)
+        # The tokens that see anything of this tile are neighbours: none above it, none whose window is past it.
+        start = max(tile * TILE - position, 0)
+        stop = min(tile * TILE + TILE - 1 + window - position, tokens) if window > 0 else tokens
+        row, end = start * group, stop * group
+        # Even shares keep the last call from having one row only.
+        calls = (end - row + MAX_ROWS - 1) // MAX_ROWS
+        for call in range(calls):
+            rows = (end - row) // (calls - call)
+            _attend_rows(a, rows, row, position, tile, s, q, m, t, alpha, acc, keys, values)
+            row += rows
+
+
+@njit
+def _start_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any) -> None:
+    """Scaled queries, and the state of a softmax that has seen nothing but the sink."""
+    group, head_size, width = a[Attend.GROUP], a[Attend.HEAD_SIZE], a[Attend.V_WIDTH]
+    _, m, t, _, q, acc, _, _ = scratch
+    rows = tokens * group
+    maximum, total = _floats(m, rows), _floats(t, rows * LANES)
+    factor = _floats(a[Attend.FACTORS], 2)[0]
+    packed, out = _floats(q, rows * head_size), _floats(acc, rows * width)
+    total[:] = float32(0.0)
+    out[:] = float32(0.0)
+    for r in range(rows):
+        token, query_head = first_token + r // group, head * group + r % group
+        offset = token * a[Attend.QUERY_TOKEN_STRIDE] + query_head * a[Attend.QUERY_HEAD_STRIDE]
+        source = _floats(a[Attend.QUERY] + 4 * offset, head_size)
+        for d in range(head_size):
+            packed[r * head_size + d] = source[d] * factor
+        if a[Attend.SINKS] != 0:
+            maximum[r] = _floats(a[Attend.SINKS], query_head + 1)[query_head] * float32(LOG2_E)
+            total[r * LANES] = float32(1.0)
+        else:
+            maximum[r] = float32(-float("inf"))
+
+
+@njit
+def _finish_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any) -> None:
+    group, v_head_size, width = a[Attend.GROUP], a[Attend.V_HEAD_SIZE], a[Attend.V_WIDTH]
+    _, _, t, _, _, acc, _, _ = scratch
+    rows = tokens * group
+    total, sums = _floats(t, rows * LANES), _floats(acc, rows * width)
+    num_heads = a[Attend.NUM_KV_HEADS] * group
+    for r in range(rows):
+        denominator = float32(0.0)
+        for lane in range(LANES):
+            denominator += total[r * LANES + lane]
+        place = (first_token + r // group) * num_heads + head * group + r % group
+        out = _floats(a[Attend.OUT] + 4 * place * v_head_size, v_head_size)
+        for d in range(v_head_size):
+            out[d] = sums[r * width + d] / denominator
+
+
+@njit
+def _divide_scratch(a: Any, slot: Any, rows: Any) -> Any:
+    """Addresses inside a thread's scratch memory: s, m, t, alpha, q, acc, key and value addresses."""
+    keys = a[Attend.SCRATCH] + 4 * slot * a[Attend.SCRATCH_STRIDE]
+    values = keys + 8 * _VECTORS
+    s = values + 8 * _VECTORS
+    t = s + 4 * MAX_ROWS * TILE
+    acc = t + 4 * rows * LANES
+    q = acc + 4 * rows * a[Attend.V_WIDTH]
+    m = q + 4 * rows * a[Attend.HEAD_SIZE]
+    alpha = m + 4 * rows
+    return s, m, t, alpha, q, acc, keys, values
+
+
+@njit
+def _attend(a: Any) -> None:
+    counters = a[Attend.COUNTERS]
+    slot = fetch_add(counters, 1)
+    table_width = a[Attend.TABLE_WIDTH]
+    while True:
+        chunk = fetch_add(counters + 8, 1)
+        if chunk >= a[Attend.NUM_CHUNKS]:
+            return
+        head, unit, end = carray(as_pointer(a[Attend.CHUNKS] + 24 * chunk), 3, int64)
+        while unit < end:
+            seq, first, tokens = carray(as_pointer(a[Attend.UNITS] + 24 * unit), 3, int64)
+            starts = carray(as_pointer(a[Attend.STARTS]), seq + 2, int32)
+            seq_len = carray(as_pointer(a[Attend.LENS]), seq + 1, int32)[seq]
+            table = carray(as_pointer(a[Attend.TABLE] + 4 * seq * table_width), table_width, int32)
+            scratch = _divide_scratch(a, slot, tokens * a[Attend.GROUP])
+            position = int64(seq_len) - int64(starts[seq + 1]) + first
+            _start_unit(a, head, first, tokens, scratch)
+            _attend_tiles(a, table, head, position, tokens, scratch)
+            _finish_unit(a, head, first, tokens, scratch)
+            unit += 1
+
+
+@njit
+def _write_row(a: Any, row: Any, slot: Any) -> None:
+    size, heads = a[Write.BLOCK_SIZE], a[Write.NUM_KV_HEADS]
+    head_size, v_head_size, width = a[Write.HEAD_SIZE], a[Write.V_HEAD_SIZE], a[Write.V_WIDTH]
+    block, offset = slot // size, slot % size
+    for head in range(heads):
+        place = block * heads + head
+        key_in = a[Write.KEY_IN] + 4 * (row * a[Write.KEY_TOKEN_STRIDE] + head * a[Write.KEY_HEAD_STRIDE])
+        source = _floats(key_in, head_size)
+        target = _floats(a[Write.KEY] + 4 * place * head_size * size, head_size * size)
+        for d in range(head_size):
+            target[d * size + offset] = source[d]
+        value_in = a[Write.VALUE_IN] + 4 * (
+            row * a[Write.VALUE_TOKEN_STRIDE] + head * a[Write.VALUE_HEAD_STRIDE]
+        )
+        source = _floats(value_in, v_head_size)
+        target = _floats(a[Write.VALUE] + 4 * (place * size + offset) * width, v_head_size)
+        for d in range(v_head_size):
+            target[d] = source[d]
+
+
+@njit
+def _write(a: Any) -> None:
+    slots = carray(as_pointer(a[Write.SLOTS]), a[Write.NUM_ROWS], int64)
+    while True:
+        chunk = fetch_add(a[Write.COUNTERS] + 8, 1)
+        if chunk >= a[Write.NUM_CHUNKS]:
+            return
+        start = chunk * a[Write.ROWS_PER_CHUNK]
+        for row in range(start, min(start + a[Write.ROWS_PER_CHUNK], a[Write.NUM_ROWS])):
+            if slots[row] >= 0:
+                _write_row(a, row, slots[row])
+
+
+with numba_cache() as _cached:
+
+    @cfunc(types.void(types.voidptr), cache=_cached)
+    def attend(address: Any) -> None:
+        """Run by every thread of a team; see `Attend` for what is at `address`."""
+        _attend(carray(address, _ATTEND_FIELDS, int64))
+
+    @cfunc(types.void(types.voidptr), cache=_cached)
+    def write(address: Any) -> None:
+        """Run by every thread of a team; see `Write` for what is at `address`."""
+        _write(carray(address, _WRITE_FIELDS, int64))
