@@ -10,7 +10,9 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """The cache folder, made if missing: `$BATCHGEN_CACHE`, else `batchgen` in `$XDG_CACHE_HOME` or `~/.cache`.
+    """The cache folder, made if missing.
+
+    `$BATCHGEN_CACHE`, else `batchgen` in `$XDG_CACHE_HOME` or in `~/.cache`.
 
     Raises:
         OSError: the folder cannot be made.

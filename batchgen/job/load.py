@@ -1,0 +1,259 @@
+"""From a job file and command-line settings to a `JobSpec`: the only reader of job files.
+
+Called by every verb that takes a job. Precedence is default, file, command line. Everything wrong with
+the file is reported at once, each fault with its place, the value, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from batchgen.job.faults import KeyPath, dotted, raise_faults, show_value
+from batchgen.job.paths import resolve_paths
+from batchgen.job.spec import (
+    REQUIRED,
+    SECTIONS,
+    JobSpec,
+    PromptSection,
+    Rule,
+    SamplingSection,
+    Section,
+    TopSpec,
+)
+from batchgen.job.unavailable import MEANS_OFF, means_off
+from batchgen.job.yaml_loader import Document, parse_override, read_document
+from batchgen.types import UsageError
+
+SHORTHAND = {"model": (str,), "input": (str, list), "output": (str,)}
+ESCAPES = {r"\n": "a line break", r"\t": "a tab", r"\r": "a carriage return"}
+CHAT_ONLY = ("messages", "system", "assistant_prefix", "chat_template", "chat_template_kwargs")
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One setting from the command line. `flag` is what the user typed, for messages."""
+
+    key: str
+    text: str
+    flag: str
+
+    @classmethod
+    def parse(cls, setting: str) -> Override:
+        """Read the argument of `--set`.
+
+        Raises:
+            UsageError: it is not of the form `section.key=value`.
+        """
+        key, equals, text = setting.partition("=")
+        key = key.strip()
+        if not equals or not all(key.split(".")):
+            raise UsageError(f"--set {setting}: write it as --set section.key=value")
+        return cls(key, text, f"--set {key}")
+
+
+def load_job(path: str | Path, overrides: Iterable[str | Override] = ()) -> JobSpec:
+    """Read, check and resolve a job.
+
+    Args:
+        path: the job file.
+        overrides: in order, the later one wins; strings as in `--set`.
+
+    Raises:
+        UsageError: lists every fault of the file and of the overrides.
+    """
+    path = Path(path)
+    document = read_document(path)
+    _expand_shorthands(document)
+    for override in overrides:
+        given = Override.parse(override) if isinstance(override, str) else override
+        layer = parse_override(given.key, given.text, given.flag)
+        _expand_shorthands(layer)
+        document.overlay(layer)
+    sections = _sections(document)
+    top = _validate(
+        document, TopSpec, (), {k: v for k, v in document.data.items() if k in TopSpec.model_fields}
+    )
+    _check_across(document, sections)
+    resolve_paths(document, sections, path.absolute().parent)
+    raise_faults(document.source, document.faults)
+    assert isinstance(top, TopSpec)
+    return JobSpec(
+        version=top.version,
+        name=top.name,
+        task=top.task,
+        source=path.absolute(),
+        notes=tuple(_notes(document)),
+        redacted=document.literals(),
+        **sections,  # type: ignore[arg-type]
+    )
+
+
+def _expand_shorthands(document: Document) -> None:
+    for name, kinds in SHORTHAND.items():
+        value = document.data.get(name)
+        if isinstance(value, kinds):
+            document.nest(name, "path")
+
+
+def _sections(document: Document) -> dict[str, Section | None]:
+    """Every section, None where it has faults; takes what this version does not implement out first."""
+    known_top = [*SECTIONS, *TopSpec.model_fields, *(p[0] for p in MEANS_OFF if len(p) == 1)]
+    _refuse_keys(document, (), document.data, known_top)
+    sections: dict[str, Section | None] = {}
+    for name, model in SECTIONS.items():
+        data = document.data.get(name)
+        if data is None and name in REQUIRED:
+            document.fault((name,), f"{name} is missing; add a line such as {name}: …")
+            sections[name] = None
+            continue
+        if data is None:
+            data = {}
+        if not isinstance(data, dict):
+            document.fault(
+                (name,), f"{name}: {_shown(document, (name,), data)} is not allowed; use a map of keys"
+            )
+            sections[name] = None
+            continue
+        known = [*model.model_fields, *(p[1] for p in MEANS_OFF if len(p) == 2 and p[0] == name)]
+        _refuse_keys(document, (name,), data, known)
+        data = {key: value for key, value in data.items() if key in model.model_fields}
+        sections[name] = _validate(document, model, (name,), data)
+    return sections
+
+
+def _refuse_keys(document: Document, at: tuple[str, ...], data: dict[str, Any], known: Sequence[str]) -> None:
+    for key, value in data.items():
+        path = (*at, key)
+        if path in MEANS_OFF:
+            if not means_off(path, value):
+                off = show_value(MEANS_OFF[path][0])
+                shown = _shown(document, path, value)
+                document.fault(
+                    path,
+                    f"{dotted(path)} is not available in this version (given: {shown}); "
+                    f"remove it or set it to {off}",
+                    at_key=True,
+                )
+        elif key not in known:
+            document.fault(path, _unknown(path, known), at_key=True)
+
+
+def _unknown(path: tuple[str, ...], known: Sequence[str]) -> str:
+    """Names the nearest key of the same section, else the nearest of any section."""
+    here = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.6)
+    elsewhere = {key: (name, key) for name, model in SECTIONS.items() for key in model.model_fields}
+    anywhere = [elsewhere[key] for key in difflib.get_close_matches(path[-1], elsewhere, n=1, cutoff=0.8)]
+    for near in [(*path[:-1], name) for name in here] + anywhere:
+        return f"{dotted(path)} is not a known key; did you mean {dotted(near)}?"
+    return f"{dotted(path)} is not a known key; known here: {', '.join(sorted(known))}"
+
+
+def _validate(document: Document, model: type[Section], at: KeyPath, data: dict[str, Any]) -> Section | None:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        seen: set[KeyPath] = set()
+        for detail in error.errors(include_url=False, include_context=False):
+            path = _data_path(data, detail)
+            if path not in seen:
+                seen.add(path)
+                _value_fault(document, model, at, data, path, missing=detail["type"] == "missing")
+        return None
+
+
+def _data_path(data: dict[str, Any], detail: ErrorDetails) -> KeyPath:
+    """Where in the data an error of pydantic is; its own path also names members of unions."""
+    path: list[str | int] = [detail["loc"][0]]
+    value = data.get(str(path[0]))
+    for part in detail["loc"][1:]:
+        inside_list = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if inside_list or (isinstance(value, dict) and part in value):
+            path.append(part)
+            value = value[part]  # type: ignore[index]
+    return tuple(path)
+
+
+def _value_fault(
+    document: Document, model: type[Section], at: KeyPath, data: Any, path: KeyPath, *, missing: bool
+) -> None:
+    full = (*at, *path)
+    rule = next(m for m in model.model_fields[str(path[0])].metadata if isinstance(m, Rule))
+    if missing:
+        document.fault(at, f"{dotted(full)} is missing; give {rule.allowed}")
+        return
+    value = data
+    for part in path:
+        value = value[part]
+    shown = _shown(document, full, value)
+    why = (
+        "is not available in this version" if value in _as_container(rule.later, value) else "is not allowed"
+    )
+    document.fault(full, f"{dotted(full)}: {shown} {why}; use {rule.allowed}")
+
+
+def _as_container(later: Any, value: Any) -> Any:
+    return later if isinstance(value, str | int | float) and not isinstance(value, bool) else ()
+
+
+def _shown(document: Document, path: KeyPath, value: Any) -> str:
+    """A value for a message; what came from the environment is shown as the file has it."""
+    literals = document.literals()
+    if any(p[: len(path)] == path for p in literals):
+        return show_value(literals.get(path, "a value with ${env:…}"))
+    return show_value(value)
+
+
+def _check_across(document: Document, sections: dict[str, Section | None]) -> None:
+    sampling, prompt = sections["sampling"], sections["prompt"]
+    if isinstance(sampling, SamplingSection) and sampling.min_tokens > sampling.max_tokens:
+        document.fault(
+            ("sampling", "min_tokens"),
+            f"sampling.min_tokens: {sampling.min_tokens} is more than sampling.max_tokens "
+            f"({sampling.max_tokens}); lower it or raise max_tokens",
+        )
+    if isinstance(prompt, PromptSection) and prompt.mode == "completion":
+        for key in CHAT_ONLY:
+            if getattr(prompt, key):
+                document.fault(
+                    ("prompt", key),
+                    f"prompt.{key} has no meaning when prompt.mode is completion; "
+                    "remove it or set mode to chat",
+                    at_key=True,
+                )
+    if isinstance(prompt, PromptSection) and prompt.messages and prompt.user:
+        document.fault(
+            ("prompt", "user"),
+            "prompt.user and prompt.messages both say what the user's turn is; remove one of them",
+            at_key=True,
+        )
+
+
+def _notes(document: Document) -> Iterable[str]:
+    """A stop string with a backslash that YAML leaves alone is nearly always a mistake."""
+    for path, place in document.places.items():
+        value = _at(document.data, path)
+        if path[:2] != ("sampling", "stop") or not place.unescaped or not isinstance(value, str):
+            continue
+        for mark, name in ESCAPES.items():
+            if mark in value:
+                yield (
+                    f"{place.value}: {dotted(path)}: {mark} outside double quotes is a backslash "
+                    f'and a letter; for {name} write "{mark}"'
+                )
+
+
+def _at(data: Any, path: KeyPath) -> Any:
+    """The value at `path`, or None."""
+    for part in path:
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return data

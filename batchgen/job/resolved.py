@@ -1,0 +1,57 @@
+"""The copy of a job that is written beside its results. Called by the supervisor.
+
+Every key with the value that was used. What came from the environment is shown as the job file has it,
+so that no secret reaches the output folder.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from batchgen.job.faults import KeyPath
+from batchgen.job.spec import SECTIONS, JobSpec
+from batchgen.job.yaml_loader import CORE_SCALARS, TAG
+
+HEADER = "# This job with every default filled in; written by batchgen, not read back.\n"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every string that YAML 1.1 or YAML 1.2 would read as something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _name, _pattern, _first in CORE_SCALARS:
+    _Dumper.add_implicit_resolver(TAG + _name, re.compile(f"(?:{_pattern})\\Z"), _first)
+
+
+def resolved_dict(spec: JobSpec, *, secrets: bool = False) -> dict[str, Any]:
+    """The job as plain values; strings from the environment as written in the file unless `secrets`."""
+    result: dict[str, Any] = {"version": spec.version, "name": spec.name, "task": spec.task}
+    for name in SECTIONS:
+        result[name] = getattr(spec, name).model_dump(mode="json")
+    if not secrets:
+        for path, literal in spec.redacted.items():
+            _redact(result, path, literal)
+    return result
+
+
+def resolved_yaml(spec: JobSpec) -> str:
+    """The text of `job.resolved.yaml`; loads as the same job where nothing was redacted."""
+    return HEADER + yaml.dump(
+        resolved_dict(spec), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110
+    )
+
+
+def _redact(tree: Any, path: KeyPath, literal: str) -> None:
+    """Put `literal` at `path`; a path given as one string where a list may stand is in a list by now."""
+    try:
+        for part in path[:-1]:
+            tree = tree[part]
+        tree[path[-1]] = [literal] if isinstance(tree[path[-1]], list) else literal
+    except (KeyError, IndexError, TypeError):
+        return

@@ -1,0 +1,323 @@
+"""The job file as frozen models: every key that this version implements, with what it allows.
+
+`load_job` makes a `JobSpec`; the supervisor, `validate` and `show` read it. A key that the job file's
+format knows but this version does not implement is listed in `unavailable.py`, not here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from batchgen.job.faults import KeyPath
+from batchgen.job.units import parse_duration, parse_share, parse_size
+
+PART_ROWS = 1000
+FEWEST_PART_ROWS = 16
+PART_OUTPUT_TOKENS = 256 * 1024
+OUR_COLUMNS = ("row", "id", "generated_text", "finish_reason", "stop_reason", "status", "error", "usage")
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a key allows, in words, and which values a later version will allow."""
+
+    allowed: str
+    later: Container[Any] = ()
+
+
+class _AnyIntAbove:
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value > self._least
+
+
+class Section(BaseModel):
+    """Base of the sections: frozen, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _paths(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _tuple(value)
+
+
+def _dtype(value: Any) -> Any:
+    return _DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+def _positive(value: float) -> float:
+    if not value > 0:
+        raise ValueError("must be above 0")
+    return value
+
+
+def _not_negative(value: float) -> float:
+    if value < 0:
+        raise ValueError("must be 0 or more")
+    return value
+
+
+def _distinct(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(value)) != len(value):
+        raise ValueError("given twice")
+    return value
+
+
+def _renames(value: dict[str, str]) -> dict[str, str]:
+    final = [value.get(name, name) for name in OUR_COLUMNS]
+    if not set(value) <= set(OUR_COLUMNS) or not all(value.values()) or len(set(final)) != len(final):
+        raise ValueError("not a renaming of our columns")
+    return value
+
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_tuple)]
+Seconds = Annotated[float, BeforeValidator(parse_duration), AfterValidator(_not_negative)]
+PositiveSeconds = Annotated[float, BeforeValidator(parse_duration), AfterValidator(_positive)]
+Bytes = Annotated[int, BeforeValidator(parse_size), AfterValidator(_not_negative)]
+PositiveBytes = Annotated[int, BeforeValidator(parse_size), AfterValidator(_positive)]
+Count = Annotated[int, Field(ge=1)]
+Auto = Literal["auto"]
+COUNT = "a whole number of 1 or more"
+DURATION = "a duration such as 20s, 5m or 1h30m, or seconds"
+
+
+class ModelSpec(Section):
+    """Which model, and the numeric choices about it."""
+
+    path: Annotated[Text, Rule("a hub id such as org/name, a local folder, or a .gguf file")]
+    tokenizer: Annotated[Text | None, Rule("null, a folder or a hub id")] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        BeforeValidator(_dtype),
+        Rule("auto, float32, bfloat16 or float16"),
+    ] = "auto"
+    max_model_len: Annotated[Count | None, Rule(f"null or {COUNT}")] = None
+    generation_defaults: Annotated[Literal["model", "none"], Rule("model or none")] = "model"
+
+
+class InputSpec(Section):
+    """Where the rows come from and what makes one bad."""
+
+    path: Annotated[
+        tuple[Text, ...],
+        Field(min_length=1),
+        BeforeValidator(_paths),
+        Rule("a file, a glob pattern, or a list of them"),
+    ]
+    format: Annotated[
+        Literal["auto", "jsonl", "parquet"],
+        Rule("auto, jsonl or parquet", later=("json", "csv", "openai_batch")),
+    ] = "auto"
+    id: Annotated[Text, Rule("auto or the name of a column")] = "auto"
+    columns: Annotated[
+        Annotated[Texts, AfterValidator(_distinct)] | None, Rule("null or a list of distinct column names")
+    ] = None
+    limit: Annotated[Count | None, Rule(f"null or {COUNT}")] = None
+    on_bad_row: Annotated[Literal["record", "stop"], Rule("record or stop")] = "record"
+    on_truncated: Annotated[Literal["stop", "keep"], Rule("stop or keep")] = "stop"
+    unicode: Annotated[Literal["error", "replace"], Rule("error or replace")] = "error"
+
+
+class PromptSection(Section):
+    """From a row's columns to the text that the model continues."""
+
+    mode: Annotated[Literal["chat", "completion"], Rule("chat or completion", later=("tokens",))] = "chat"
+    messages: Annotated[Text | None, Rule("null or the name of a column")] = None
+    system: Annotated[str | None, Rule("null or a text")] = None
+    user: Annotated[Text | None, Rule("null or a template")] = None
+    assistant_prefix: Annotated[Text | None, Rule("null or a text")] = None
+    chat_template: Annotated[Text | None, Rule("null, a file, or a template")] = None
+    chat_template_kwargs: Annotated[dict[str, Any], Rule("a map of names to values")] = Field(
+        default_factory=dict
+    )
+    system_fallback: Annotated[Literal["error", "prepend_to_user"], Rule("error or prepend_to_user")] = (
+        "error"
+    )
+    bos: Annotated[Auto, Rule("auto")] = "auto"
+    special_tokens_in_content: Annotated[
+        Literal["escape", "allow", "error"], Rule("escape, allow or error")
+    ] = "escape"
+    overflow: Annotated[
+        Literal["error"],
+        Rule("error", later=("skip", "truncate_left", "truncate_right", "truncate_middle")),
+    ] = "error"
+
+
+class SamplingSection(Section):
+    """How each row is decoded; null takes the model's own default, else the neutral value."""
+
+    temperature: Annotated[
+        Annotated[float, Field(ge=0)] | None, Rule("null, 0 (greedy) or a larger number")
+    ] = None
+    top_p: Annotated[
+        Annotated[float, Field(gt=0, le=1)] | None, Rule("null or a number above 0 and up to 1")
+    ] = None
+    top_k: Annotated[Annotated[int, Field(ge=0)] | None, Rule("null, 0 (off) or a positive whole number")] = (
+        None
+    )
+    min_p: Annotated[Annotated[float, Field(ge=0, le=1)] | None, Rule("null or a number from 0 to 1")] = None
+    max_tokens: Annotated[Count, Rule(COUNT)] = 256
+    min_tokens: Annotated[int, Field(ge=0), Rule("a whole number from 0 to max_tokens")] = 0
+    stop: Annotated[Texts, Rule("a list of non-empty strings")] = ()
+    stop_token_ids: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...],
+        BeforeValidator(_tuple),
+        Rule("a list of token ids of 0 or more"),
+    ] = ()
+    seed: Annotated[int, Field(ge=0, lt=2**63), Rule("a whole number from 0 to 2**63 - 1")] = 0
+    ignore_eos: Annotated[bool, Rule("true or false")] = False
+
+
+Included = Literal["usage", "finish_reason"]
+
+
+class OutputSpec(Section):
+    """Where results go and what is in them."""
+
+    path: Annotated[Text, Rule("a local folder")]
+    format: Annotated[Literal["parquet", "jsonl"], Rule("parquet or jsonl", later=("openai_batch",))] = (
+        "parquet"
+    )
+    compression: Annotated[Literal["zstd", "none"], Rule("zstd or none")] = "zstd"
+    columns: Annotated[
+        dict[str, str],
+        AfterValidator(_renames),
+        Rule(f"a map from {', '.join(OUR_COLUMNS)} to distinct new names"),
+    ] = Field(default_factory=dict)
+    include: Annotated[
+        tuple[Included, ...],
+        BeforeValidator(_tuple),
+        AfterValidator(_distinct),
+        Rule(
+            "a list of usage and finish_reason",
+            later=("prompt", "prompt_token_ids", "output_token_ids", "logprobs", "seed"),
+        ),
+    ] = ("usage", "finish_reason")
+    part_rows: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"
+
+
+class RunSpec(Section):
+    """How the job is driven; nothing here changes a result."""
+
+    workers: Annotated[Auto | Annotated[int, Field(ge=1, le=1)], Rule("auto or 1", later=_AnyIntAbove(1))] = (
+        "auto"
+    )
+    order: Annotated[Literal["prefix", "length", "input"], Rule("prefix, length or input")] = "prefix"
+    checkpoint_seconds: Annotated[PositiveSeconds, Rule(DURATION)] = 5.0
+    lease_seconds: Annotated[PositiveSeconds, Rule(DURATION)] = 60.0
+    max_errors: Annotated[
+        Annotated[int | float, BeforeValidator(parse_share)] | None,
+        Rule("null, a count of rows such as 10, or a share such as 0.05 or 5%"),
+    ] = None
+    fail_fast: Annotated[bool, Rule("true or false")] = False
+    max_time: Annotated[PositiveSeconds | None, Rule(f"null or {DURATION}")] = None
+    grace: Annotated[Seconds, Rule(DURATION)] = 20.0
+    min_free_disk: Annotated[Bytes, Rule("a size such as 1GB or 500MiB, or bytes")] = 1_000_000_000
+    progress: Annotated[
+        Literal["auto", "bar", "plain", "json", "none"], Rule("auto, bar, plain, json or none")
+    ] = "auto"
+
+
+class EngineSpec(Section):
+    """How the engine runs; nothing here blocks a resume."""
+
+    device: Annotated[Literal["auto", "cpu"], Rule("auto or cpu", later=("cuda", "gpu"))] = "auto"
+    attention: Annotated[
+        Literal["auto", "cpu", "reference"],
+        Rule("auto, cpu or reference", later=("triton", "flash_attn")),
+    ] = "auto"
+    max_num_batched_tokens: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"
+    max_num_seqs: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"
+    block_size: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"
+    kv_cache_memory: Annotated[Auto | PositiveBytes, Rule("auto or a size such as 4GB")] = "auto"
+    prefix_caching: Annotated[bool, Rule("true or false")] = True
+    deterministic: Annotated[Auto | bool, Rule("auto, true or false")] = "auto"
+
+
+Name = Annotated[Text | None, Rule("null or up to 64 letters, digits, dots, dashes and underscores")]
+
+
+def _name(value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", value):
+        raise ValueError("not a name")
+    return value
+
+
+class TopSpec(Section):
+    """The keys that stand outside any section; `JobSpec` takes them over."""
+
+    version: Annotated[int, Field(ge=1, le=1), Rule("1")] = 1
+    name: Annotated[Name, AfterValidator(_name)] = None
+    task: Annotated[
+        Literal["generate"],
+        Rule("generate", later=("loglikelihood", "perplexity", "embed", "classify")),
+    ] = "generate"
+
+
+SECTIONS: Mapping[str, type[Section]] = {
+    "model": ModelSpec,
+    "input": InputSpec,
+    "prompt": PromptSection,
+    "sampling": SamplingSection,
+    "output": OutputSpec,
+    "run": RunSpec,
+    "engine": EngineSpec,
+}
+REQUIRED = ("model", "input", "output")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A valid job: paths are absolute, the chat template is text, durations are seconds, sizes bytes.
+
+    Args:
+        source: the job file.
+        notes: sentences for the user.
+        redacted: per key path, what a copy shows instead of a string that came from the environment.
+    """
+
+    version: int
+    name: str | None
+    task: str
+    model: ModelSpec
+    input: InputSpec
+    prompt: PromptSection
+    sampling: SamplingSection
+    output: OutputSpec
+    run: RunSpec
+    engine: EngineSpec
+    source: Path
+    notes: tuple[str, ...] = ()
+    redacted: Mapping[KeyPath, str] = field(default_factory=dict)
+
+    @property
+    def output_folder(self) -> Path:
+        """The folder that the job owns."""
+        return Path(self.output.path)
+
+
+def part_rows_auto(spec: JobSpec) -> int:
+    """Rows in one part: what the job says, else 1,000, fewer where `max_tokens` is large.
+
+    A function of the job alone, so that parts are the same on every machine. About a quarter of a million
+    output tokens at most, so that parts of long answers still appear while the job runs.
+    """
+    if spec.output.part_rows != "auto":
+        return spec.output.part_rows
+    return max(FEWEST_PART_ROWS, min(PART_ROWS, PART_OUTPUT_TOKENS // spec.sampling.max_tokens))

@@ -1,0 +1,63 @@
+"""Keys that a job file may hold in a later version. Used by the loader of job files.
+
+Each is accepted, and does nothing, with a value that means "off"; any other value is refused, because a
+key that is silently ignored is worse than an error. `MEANS_OFF` lists those values, the first being the
+one a message suggests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
+    ("include",): ([], None),
+    ("slurm",): (None,),
+    ("eval",): (None,),
+    ("model", "revision"): (None,),
+    ("model", "quantization"): (None,),
+    ("model", "adapter"): (None,),
+    ("model", "trust_remote_code"): (False,),
+    ("input", "duplicate_ids"): ("error",),
+    ("input", "schema"): (None,),
+    ("input", "where"): (None,),
+    ("input", "dedupe"): ("none",),
+    ("input", "shuffle"): (None,),
+    ("input", "strict_json"): (False,),
+    ("input", "grow"): ("refuse",),
+    ("prompt", "tools"): (None,),
+    ("prompt", "images"): (None,),
+    ("sampling", "n"): (1,),
+    ("sampling", "logprobs"): (None,),
+    ("sampling", "prompt_logprobs"): (None,),
+    ("sampling", "presence_penalty"): (0.0,),
+    ("sampling", "frequency_penalty"): (0.0,),
+    ("sampling", "repetition_penalty"): (None, 1.0),
+    ("sampling", "logit_bias"): ({}, None),
+    ("sampling", "bad_words"): ([], None),
+    ("sampling", "structured"): (None,),
+    ("sampling", "per_row"): (None,),
+    ("sampling", "reasoning"): (None,),
+    ("sampling", "turns"): (None,),
+    ("output", "parse"): (False,),
+    ("output", "samples"): ("list",),
+    ("output", "push_to_hub"): (None,),
+    ("run", "executor"): ("local",),
+    ("run", "join"): (False,),
+    ("run", "priority"): (None,),
+    ("run", "row_timeout"): (None,),
+    ("run", "poison"): ("bisect",),
+    ("run", "gates"): ({}, None),
+    ("run", "metrics"): (None,),
+    ("run", "cost"): (None,),
+    ("engine", "kv_cache_dtype"): ("auto",),
+    ("engine", "speculative"): (None,),
+    ("engine", "tensor_parallel"): (1,),
+    ("engine", "pipeline_parallel"): (1,),
+    ("engine", "kv_offload"): (None,),
+}
+
+
+def means_off(path: tuple[str, ...], value: Any) -> bool:
+    """Whether `value` leaves the key at `path` off; `True` is never taken for 1."""
+    return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in MEANS_OFF[path])
