@@ -1,0 +1,309 @@
+"""JSON that loses nothing: every digit survives, and only strict JSON is ever written.
+
+`JsonlReader` decodes lines with `LineDecoder`; the sink writes with `encode`. Python's own parser does the
+work; the hooks below decide what it leaves open (big numbers, NaN, surrogates, depth, duplicate keys).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from json.encoder import encode_basestring
+from typing import Any
+
+from batchgen.types import ErrorClass, RowFailure
+
+MAX_DEPTH = 200
+MAX_INT_DIGITS = 4300
+"""Python's own default limit; as a constant of ours it does not move with PYTHONINTMAXSTRDIGITS."""
+
+REPLACEMENT = "\ufffd"
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+# A string, closed or not (so that no byte is scanned twice), or one bracket.
+_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{\]}]', re.DOTALL)
+_PLAIN_SCALARS = frozenset({str, int, float, bool, type(None)})
+
+
+class ExactFloat(float):
+    """A float whose JSON text is not its `repr`; `text` is what is written to JSON again."""
+
+    __slots__ = ("text",)
+    text: str
+
+    def __new__(cls, text: str) -> ExactFloat:
+        self = super().__new__(cls, text)
+        self.text = text
+        return self
+
+    def __reduce__(self) -> tuple[type[ExactFloat], tuple[str]]:
+        return ExactFloat, (self.text,)
+
+
+@dataclass(slots=True)
+class Decoded:
+    """One JSON object, with codes for what was repaired and the columns where NaN became null."""
+
+    values: dict[str, Any]
+    notes: tuple[str, ...]
+    nonfinite: tuple[str, ...]
+
+
+class LineDecoder:
+    """Decodes the lines of one reader. Not thread-safe: the hooks gather notes on the instance.
+
+    Args:
+        replace_invalid: bytes that are not UTF-8 and lone surrogates become U+FFFD instead of an error.
+    """
+
+    def __init__(self, replace_invalid: bool) -> None:
+        self._replace_invalid = replace_invalid
+        self._notes: list[str] = []
+        self._strict = self._decoder(strict=True)
+        self._lenient = self._decoder(strict=False)
+
+    def decode(self, data: bytes) -> Decoded:
+        """One object from one line.
+
+        Raises:
+            RowFailure: invalid_json, invalid_unicode or number_out_of_range; the message names no line.
+        """
+        self._notes = []
+        text = self._text(data)
+        _check_depth(data)
+        values = self._parse(text)
+        if not isinstance(values, dict):
+            kind = _json_kind(values)
+            raise RowFailure(ErrorClass.INVALID_JSON, f"the line holds {kind}, not an object {{...}}")
+        nonfinite: tuple[str, ...] = ()
+        if "nan_replaced" in self._notes:
+            values, nonfinite = _without_nonfinite(values)
+        if _SURROGATE_ESCAPE.search(data):
+            values = self._without_surrogates(values)
+        return Decoded(values, tuple(self._notes), nonfinite)
+
+    def _decoder(self, strict: bool) -> json.JSONDecoder:
+        return json.JSONDecoder(
+            parse_float=_exact_float,
+            parse_int=_bounded_int,
+            parse_constant=self._constant,
+            object_pairs_hook=self._object,
+            strict=strict,
+        )
+
+    def _text(self, data: bytes) -> str:
+        try:
+            return data.decode()
+        except UnicodeDecodeError as e:
+            if self._replace_invalid:
+                self._note("invalid_unicode_replaced")
+                return data.decode(errors="replace")
+            raise RowFailure(
+                ErrorClass.INVALID_UNICODE,
+                f"byte 0x{data[e.start]:02x} at byte {e.start} of the line is not valid UTF-8; "
+                "repair it or set input.unicode: replace",
+            ) from None
+
+    def _parse(self, text: str) -> Any:
+        try:
+            try:
+                return self._strict.decode(text)
+            except json.JSONDecodeError as e:
+                if not e.msg.startswith("Invalid control character"):
+                    raise
+            values = self._lenient.decode(text)
+            self._note("control_character")
+            return values
+        except json.JSONDecodeError as e:
+            raise RowFailure(
+                ErrorClass.INVALID_JSON, f"not valid JSON: {e.msg} at character {e.pos} of the line"
+            ) from None
+        except RecursionError:
+            raise _too_deep() from None
+
+    def _note(self, code: str) -> None:
+        if code not in self._notes:
+            self._notes.append(code)
+
+    def _constant(self, _: str) -> float:
+        self._note("nan_replaced")
+        return math.nan
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            self._note("duplicate_key")
+        return values
+
+    def _without_surrogates(self, values: dict[str, Any]) -> dict[str, Any]:
+        def repair(text: str) -> str:
+            found = _SURROGATE.search(text)
+            if found is None:
+                return text
+            if not self._replace_invalid:
+                raise RowFailure(
+                    ErrorClass.INVALID_UNICODE,
+                    f"the lone surrogate \\u{ord(found.group()):04x} is not a character; "
+                    "repair it or set input.unicode: replace",
+                )
+            self._note("invalid_unicode_replaced")
+            return _SURROGATE.sub(REPLACEMENT, text)
+
+        def walk(value: Any) -> Any:
+            if isinstance(value, str):
+                return repair(value)
+            if isinstance(value, list):
+                return [walk(v) for v in value]
+            if isinstance(value, dict):
+                return {repair(k): walk(v) for k, v in value.items()}
+            return value
+
+        repaired: dict[str, Any] = walk(values)
+        return repaired
+
+
+def encode(value: Any) -> str:
+    """Strict JSON on one line, whatever a row can hold.
+
+    Exact floats keep their text, Decimals and integers every digit; NaN and infinities become null, bytes
+    base64, lone surrogates U+FFFD. Line separators of Unicode are escaped, so that readers which split text
+    on them see one line too.
+    """
+    text = _encode(value)
+    if not text.isascii():
+        text = text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+        text = clean_text(text)
+    return text
+
+
+def clean_text(text: str) -> str:
+    """`text` with lone surrogates replaced by U+FFFD, so that it can always be stored as UTF-8."""
+    return text if text.isascii() else _SURROGATE.sub(REPLACEMENT, text)
+
+
+_encode_plain = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False).encode
+
+
+def _encode(value: Any) -> str:
+    if isinstance(value, str):
+        return encode_basestring(value)
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, ExactFloat):
+        return value.text
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else "null"
+    if isinstance(value, int):
+        return int.__repr__(value)
+    if isinstance(value, Decimal):
+        return str(value) if value.is_finite() else "null"
+    if isinstance(value, bytes):
+        return f'"{base64.b64encode(value).decode()}"'
+    if isinstance(value, dict):
+        return _encode_dict(value)
+    if isinstance(value, (list, tuple)):
+        return _encode_list(value)
+    raise TypeError(f"a {type(value).__name__} has no JSON form")
+
+
+def _encode_dict(value: dict[Any, Any]) -> str:
+    if _PLAIN_SCALARS.issuperset(map(type, value.values())):
+        plain = _try_plain(value)
+        if plain is not None:
+            return plain
+    members = (f"{encode_basestring(str(k))}: {_encode(v)}" for k, v in value.items())
+    return "{" + ", ".join(members) + "}"
+
+
+def _encode_list(value: list[Any] | tuple[Any, ...]) -> str:
+    if _PLAIN_SCALARS.issuperset(map(type, value)):
+        plain = _try_plain(value)
+        if plain is not None:
+            return plain
+    return "[" + ", ".join(map(_encode, value)) + "]"
+
+
+def _try_plain(value: Any) -> str | None:
+    try:
+        return _encode_plain(value)
+    except ValueError:  # NaN or an infinity, which only the slow path turns into null
+        return None
+
+
+def _exact_float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise _out_of_range(text)
+    return value if repr(value) == text else ExactFloat(text)
+
+
+def _bounded_int(text: str) -> int:
+    if len(text) > MAX_INT_DIGITS:
+        raise _out_of_range(text)
+    try:
+        return int(text)
+    except ValueError:  # PYTHONINTMAXSTRDIGITS may be set below our own limit
+        raise _out_of_range(text) from None
+
+
+def _out_of_range(text: str) -> RowFailure:
+    shown = text if len(text) <= 40 else f"{text[:20]}... of {len(text)} characters"
+    return RowFailure(
+        ErrorClass.NUMBER_OUT_OF_RANGE,
+        f"the number {shown} is too large (a double, or an integer of up to {MAX_INT_DIGITS} digits); "
+        "write it as a string",
+    )
+
+
+def _check_depth(data: bytes) -> None:
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return
+    depth = 0
+    for token in _BRACKETS.finditer(data):
+        first = data[token.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise _too_deep()
+        elif first in b"]}":
+            depth -= 1
+
+
+def _too_deep() -> RowFailure:
+    return RowFailure(ErrorClass.INVALID_JSON, f"the JSON is nested deeper than {MAX_DEPTH} levels")
+
+
+def _json_kind(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "a boolean"
+    if isinstance(value, (str, list)):
+        return "a string" if isinstance(value, str) else "a list"
+    return "a number"
+
+
+def _without_nonfinite(values: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    columns = [name for name, value in values.items() if _has_nonfinite(value)]
+    return {k: _nonfinite_to_null(v) if k in columns else v for k, v in values.items()}, tuple(columns)
+
+
+def _has_nonfinite(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, dict):
+        return any(map(_has_nonfinite, value.values()))
+    return isinstance(value, list) and any(map(_has_nonfinite, value))
+
+
+def _nonfinite_to_null(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _nonfinite_to_null(v) for k, v in value.items()}
+    return [_nonfinite_to_null(v) for v in value] if isinstance(value, list) else value

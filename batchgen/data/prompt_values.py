@@ -1,0 +1,34 @@
+"""The values of a row as a prompt needs them, fit to be sent to a worker. The supervisor calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from decimal import Decimal
+from typing import Any
+
+from batchgen.data.row import Row
+
+_MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
+
+
+def prompt_values(row: Row, names: Iterable[str]) -> dict[str, Any]:
+    """Those of `names` that the row has, made of what msgpack can carry.
+
+    Decimals and integers beyond 64 bits become the string of their digits, which is how a template would
+    print them. A name that the row lacks is left out.
+    """
+    return {name: _portable(row.values[name]) for name in names if name in row.values}
+
+
+def _portable(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_portable(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _portable(v) for k, v in value.items()}
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        return value if _MIN_INT <= value <= _MAX_INT else str(value)
+    if isinstance(value, float):
+        return float(value)
+    return str(value) if isinstance(value, Decimal) else value

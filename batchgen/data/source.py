@@ -1,0 +1,209 @@
+"""The input of a job: an ordered list of files read as one sequence of rows, from any position.
+
+The job's `validate`, `plan` and supervisor call `open_input` and go through `InputSet.rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
+
+from batchgen.data.identity import RowIdentity
+from batchgen.data.input_file import InputFile, find_files
+from batchgen.data.jsonl_reader import JsonlReader
+from batchgen.data.line_reader import MAX_LINE_BYTES
+from batchgen.data.row import Position, Row
+from batchgen.types import UsageError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+WINDOW_ROWS = 1000
+"""Rows at the beginning that decide what the columns of a JSONL input are."""
+
+# One cursor for the reading that feeds the engine, one for the assembly of parts, and spare ones for
+# a look back; each holds one chunk or batch.
+_MAX_PARKED = 4
+
+
+class _Reader(Protocol):
+    position: Position
+
+    def seek(self, position: Position) -> None: ...
+    def read(self) -> Row | None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How records are read. `id_column` None is `input.id: auto`."""
+
+    id_column: str | None = None
+    unicode: str = "error"
+    on_truncated: str = "stop"
+    max_line_bytes: int = MAX_LINE_BYTES
+
+    def __post_init__(self) -> None:
+        if self.unicode not in {"error", "replace"}:
+            raise UsageError(f"input.unicode: {self.unicode!r} is not allowed; use error or replace")
+        if self.on_truncated not in {"stop", "keep"}:
+            raise UsageError(f"input.on_truncated: {self.on_truncated!r} is not allowed; use stop or keep")
+
+
+def open_input(
+    paths: str | Sequence[str],
+    *,
+    format: str = "auto",
+    id_column: str | None = None,
+    unicode: str = "error",
+    on_truncated: str = "stop",
+    max_line_bytes: int = MAX_LINE_BYTES,
+) -> InputSet:
+    """Opens the input of a job: checks every file's kind, and for Parquet its footer and schema.
+
+    Args:
+        paths: one path or glob, or a list of them; relative ones against the working folder.
+        format: auto, jsonl or parquet.
+        id_column: the column that holds the user's id; None makes `<base name>:<ordinal>`.
+        unicode: error or replace, for bytes that are not UTF-8 and lone surrogates.
+        on_truncated: stop or keep, for cut gzip and zstd files.
+        max_line_bytes: a longer JSONL line is an error row.
+
+    Raises:
+        UsageError: something that is not supported, or an id column that the input does not have.
+        InputError: a file is missing, unreadable, cut or corrupt.
+    """
+    options = ReadOptions(id_column, unicode, on_truncated, max_line_bytes)
+    return InputSet(find_files(paths, format), options)
+
+
+class InputSet:
+    """The ordered files of a job. Not thread-safe: readers are parked and taken up again.
+
+    Attributes:
+        files: in the order in which they are read.
+        options: how records are read.
+        notes: sentences about files, such as a cut one that was kept; for the report.
+    """
+
+    def __init__(self, files: tuple[InputFile, ...], options: ReadOptions) -> None:
+        self.files = files
+        self.options = options
+        self.notes: list[str] = []
+        self._identity = RowIdentity(options.id_column)
+        self._parked: list[_Reader] = []
+        self._schema: pa.Schema | None = None
+        self._columns: tuple[str, ...] | None = None
+        if self.format == "parquet":
+            from batchgen.data.parquet_schema import common_schema
+
+            self._schema = common_schema(files)
+            self._columns = tuple(self._schema.names)
+        self._check_id_column()
+
+    @property
+    def format(self) -> str:
+        """jsonl or parquet."""
+        return self.files[0].format
+
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns: of the Parquet schema, or those of the first 1,000 JSONL rows."""
+        if self._columns is None:
+            names: dict[str, None] = {}
+            for row in self.window():
+                names.update(dict.fromkeys(row.values))
+            self._columns = tuple(names)
+        return self._columns
+
+    def arrow_schema(self) -> pa.Schema | None:
+        """The schema that all Parquet files share; None for JSONL."""
+        return self._schema
+
+    def window(self) -> Iterator[Row]:
+        """The first 1,000 rows, error rows included."""
+        return islice(self.rows(), WINDOW_ROWS)
+
+    def rows(self, start: Position | None = None) -> Iterator[Row]:
+        """Every row from `start` to the end of the input, lazily and in order.
+
+        Closing the iterator parks its reader, so that a later call for the rows that follow goes on there
+        even where the file itself cannot be entered in the middle.
+
+        Args:
+            start: a `Row.next_position`, or None for the beginning.
+
+        Raises:
+            InputError: a file is cut or corrupt; after all rows before that place.
+        """
+        position = start or Position()
+        while position.file_index < len(self.files):
+            reader = self._take(position)
+            try:
+                while (row := reader.read()) is not None:
+                    yield row
+            except GeneratorExit:
+                self._park(reader)
+                raise
+            except BaseException:
+                reader.close()
+                raise
+            position = Position(position.file_index + 1, ordinal=reader.position.ordinal)
+            reader.close()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the start check compares: see `batchgen.data.fingerprint`. Cheap: reads footers only."""
+        from batchgen.data.fingerprint import input_fingerprint
+
+        return input_fingerprint(self.files)
+
+    def close(self) -> None:
+        """Closes parked readers; the set can still be read afterwards."""
+        while self._parked:
+            self._parked.pop().close()
+
+    def _take(self, position: Position) -> _Reader:
+        usable = [
+            reader
+            for reader in self._parked
+            if reader.position.file_index == position.file_index and reader.position.offset <= position.offset
+        ]
+        if usable:
+            reader = max(usable, key=lambda reader: reader.position.offset)
+            self._parked.remove(reader)
+        else:
+            reader = self._open(self.files[position.file_index])
+        reader.seek(position)
+        return reader
+
+    def _park(self, reader: _Reader) -> None:
+        self._parked.append(reader)
+        if len(self._parked) > _MAX_PARKED:
+            self._parked.pop(0).close()
+
+    def _open(self, file: InputFile) -> _Reader:
+        replace_invalid = self.options.unicode == "replace"
+        if file.format == "parquet":
+            from batchgen.data.parquet_reader import ParquetReader
+
+            return ParquetReader(file, list(self.columns()), self._identity, replace_invalid=replace_invalid)
+        return JsonlReader(
+            file,
+            self._identity,
+            replace_invalid=replace_invalid,
+            keep_truncated=self.options.on_truncated == "keep",
+            max_line_bytes=self.options.max_line_bytes,
+            note=self._note,
+        )
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _check_id_column(self) -> None:
+        name = self._identity.column
+        if name is not None and self.columns() and name not in self.columns():
+            raise UsageError(
+                f"input.id: {self.files[0].path} has no column {name!r}; it has {', '.join(self.columns())}"
+            )
