@@ -1,1 +1,1 @@
-
+"""Text to token ids and back: tokenizer, prompts, detokenizer, stop conditions."""

@@ -1,0 +1,90 @@
+"""Rendered prompts to token ids: one batched call, escaped control tokens, at most one BOS.
+
+Used by the prompt renderer, which makes the drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from batchgen.text.control_tokens import ControlTokens, marked
+from batchgen.text.tokenizer import Tokenizer
+from batchgen.types import ErrorClass, RowError
+
+
+@dataclass(slots=True)
+class Draft:
+    """A row on its way from text to ids.
+
+    Args:
+        text: the rendered prompt; None where the row brought ids.
+        token_ids: filled by the encoder, or brought by the row.
+        marker: set if control tokens in the text that came from the row are marked with it.
+        control_tokens: how many control tokens the row's own text spells.
+        error: set if the tokenizer refused the text.
+    """
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    marker: str | None = None
+    control_tokens: int = 0
+    error: RowError | None = None
+
+    @property
+    def shown_text(self) -> str | None:
+        """The prompt as a person reads it."""
+        return self.text.replace(self.marker, "") if self.text and self.marker else self.text
+
+
+class PromptEncoder:
+    """Tokenizes drafts.
+
+    Args:
+        tokenizer: the model's.
+        control: its control tokens.
+        plain_text: whether prompts are plain text, which gets the tokenizer's own BOS; a chat
+            template writes one itself, or means to have none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, control: ControlTokens, *, plain_text: bool) -> None:
+        self._tokenizer = tokenizer
+        self._control = control
+        self._prefix = list(tokenizer.prefix_ids) if plain_text else []
+
+    def encode(self, drafts: Sequence[Draft]) -> None:
+        """Fill in the ids of every draft with a text, or its error."""
+        with_text = [draft for draft in drafts if draft.text is not None]
+        self._fill([draft for draft in with_text if draft.marker is None], self._encode_plain)
+        self._fill([draft for draft in with_text if draft.marker is not None], self._encode_marked)
+
+    def _fill(self, drafts: Sequence[Draft], encode: Callable[[Sequence[Draft]], list[list[int]]]) -> None:
+        if not drafts:
+            return
+        try:
+            for draft, ids in zip(drafts, encode(drafts), strict=True):
+                draft.token_ids = self._with_bos(ids)
+        except Exception as error:
+            if len(drafts) == 1:
+                message = f"the tokenizer refused the prompt: {type(error).__name__}: {error}"
+                drafts[0].error = RowError(ErrorClass.INTERNAL, message)
+                return
+            for draft in drafts:
+                self._fill([draft], encode)
+
+    def _encode_plain(self, drafts: Sequence[Draft]) -> list[list[int]]:
+        return self._tokenizer.encode_batch([draft.text or "" for draft in drafts])
+
+    def _encode_marked(self, drafts: Sequence[Draft]) -> list[list[int]]:
+        pairs = [(draft.text or "", draft.marker or "") for draft in drafts]
+        return self._control.encode_marked([(self._with_own_bos(*pair), pair[1]) for pair in pairs])
+
+    def _with_own_bos(self, text: str, marker: str) -> str:
+        """Where we would add a BOS anyway, one that the text begins with is that one, not content."""
+        spelling = self._tokenizer.token(self._prefix[0]) if self._prefix else None
+        if spelling is None or not text.startswith(marked(spelling, marker)):
+            return text
+        return spelling + text.removeprefix(marked(spelling, marker))
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        return ids if ids[:1] == self._prefix[:1] else self._prefix + ids

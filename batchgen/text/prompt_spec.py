@@ -1,0 +1,193 @@
+"""A job's `prompt` section as the engine worker gets it: a plain dict, checked once.
+
+The supervisor asks it which columns the worker needs; the renderer (`prompt.py`) does what it says.
+Imports neither transformers nor jinja2, so that a job file is checked at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchgen.types import UsageError
+
+_ALLOWED: dict[str, tuple[str, ...]] = {
+    "mode": ("chat", "completion", "tokens"),
+    "system_fallback": ("error", "prepend_to_user"),
+    "bos": ("auto",),
+    "special_tokens_in_content": ("escape", "allow", "error"),
+    "overflow": ("error",),
+}
+_TEXTS = ("messages", "system", "user", "assistant_prefix", "chat_template")
+_ONLY_CHAT = ("messages", "system", "assistant_prefix", "chat_template", "chat_template_kwargs")
+_NOT_BUILT = ("tools", "images")
+# Arguments of the renderer itself; a job that sets one would change more than the template's variables.
+_RESERVED_KWARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpec:
+    """How a row becomes a prompt.
+
+    Args:
+        mode: a conversation, plain text, or ids that are ready.
+        messages: column that holds the conversation.
+        system: Jinja template of a system turn put first.
+        user: Jinja template of the user turn, or of the whole text in completion mode.
+        assistant_prefix: Jinja template of the beginning of the answer.
+        chat_template: text used instead of the tokenizer's own.
+        chat_template_kwargs: more variables for the chat template.
+        system_fallback: what to do where the chat template has no system turn.
+        bos: only `auto`: at most one is put first.
+        special_tokens_in_content: what to do where a row's text spells a control token.
+        overflow: only `error`: a prompt that leaves no room to answer is an error of its row.
+        sources: columns that may hold the prompt where no setting names one; the first that a row has.
+    """
+
+    mode: str = "chat"
+    messages: str | None = None
+    system: str | None = None
+    user: str | None = None
+    assistant_prefix: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    system_fallback: str = "error"
+    bos: str = "auto"
+    special_tokens_in_content: str = "escape"
+    overflow: str = "error"
+    sources: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, section: Mapping[str, Any]) -> PromptSpec:
+        """Check a `prompt` section; keys that are null or absent take their default.
+
+        Raises:
+            UsageError: an unknown key, a value that is not allowed, or an option not built yet.
+        """
+        values = {key: value for key, value in section.items() if value is not None}
+        known = {f.name for f in dataclasses.fields(cls)}
+        for key in values:
+            if key in _NOT_BUILT:
+                raise UsageError(f"prompt.{key}: not built yet; remove it")
+            if key not in known:
+                raise UsageError(f"prompt.{key}: unknown key{_nearest(key, known)}")
+        _check_values(values)
+        values["sources"] = tuple(values.get("sources", ()))
+        spec = cls(**values)
+        _check_combination(spec)
+        return spec if spec.sources else dataclasses.replace(spec, sources=_default_sources(spec))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict for `from_dict`, made of what msgpack and JSON know."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {
+            **values,
+            "chat_template_kwargs": dict(self.chat_template_kwargs),
+            "sources": list(self.sources),
+        }
+
+    def templates(self) -> dict[str, str]:
+        """The job's own Jinja templates by setting."""
+        given = {"system": self.system, "user": self.user, "assistant_prefix": self.assistant_prefix}
+        return {f"prompt.{key}": source for key, source in given.items() if source is not None}
+
+    def required_columns(self) -> frozenset[str]:
+        """Columns that the settings and templates read; of unbound `sources` one is enough.
+
+        Raises:
+            UsageError: a template is not valid Jinja.
+        """
+        return frozenset(self.sources).union(*(names for _, names in self._columns_by_setting()))
+
+    def _columns_by_setting(self) -> list[tuple[str, frozenset[str]]]:
+        from batchgen.text.templates import JobTemplate
+
+        by_setting = [(name, JobTemplate(name, source).columns) for name, source in self.templates().items()]
+        messages = [] if self.messages is None else [("prompt.messages", frozenset([self.messages]))]
+        return messages + by_setting
+
+    def bind(self, columns: Iterable[str]) -> PromptSpec:
+        """Check the columns against the input's, and settle which of `sources` holds the prompt.
+
+        Raises:
+            UsageError: a column that a setting names, or any that could hold the prompt, is not there.
+        """
+        names = list(columns)
+        for setting, wanted in self._columns_by_setting():
+            for column in sorted(wanted - set(names)):
+                raise UsageError(f"{setting}: the input has no column {column!r}{_nearest(column, names)}")
+        if not self.sources:
+            return self
+        found = next((source for source in self.sources if source in names), None)
+        if found is None:
+            candidates = " or ".join(map(repr, self.sources))
+            settings = {"chat": "prompt.messages or prompt.user", "completion": "prompt.user"}.get(self.mode)
+            remedy = f"set {settings}" if settings else "rename it"
+            raise UsageError(
+                f"prompt: the input has no column {candidates} "
+                f"(it has {', '.join(map(repr, names)) or 'none'}); {remedy}"
+            )
+        return dataclasses.replace(self, sources=(found,))
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    for key, allowed in _ALLOWED.items():
+        if key in values and values[key] not in allowed:
+            raise UsageError(
+                f"prompt.{key}: {values[key]!r} is not allowed or not built yet; use {' or '.join(allowed)}"
+            )
+    for key in _TEXTS:
+        if key in values and not isinstance(values[key], str):
+            raise UsageError(f"prompt.{key}: {values[key]!r} is not text; put it in quotes")
+    kwargs = values.get("chat_template_kwargs", {})
+    if not isinstance(kwargs, Mapping):
+        raise UsageError(f"prompt.chat_template_kwargs: {kwargs!r} is not a mapping of names to values")
+    for key in kwargs:
+        if not isinstance(key, str) or key in _RESERVED_KWARGS:
+            raise UsageError(f"prompt.chat_template_kwargs: {key!r} cannot be set here; remove it")
+
+
+def _check_combination(spec: PromptSpec) -> None:
+    if spec.messages is not None and spec.user is not None:
+        raise UsageError("prompt.messages and prompt.user: both give the conversation; keep one")
+    meaningless = () if spec.mode == "chat" else _ONLY_CHAT
+    for key in (*meaningless, *(("user",) if spec.mode == "tokens" else ())):
+        if getattr(spec, key):
+            raise UsageError(f"prompt.{key}: has no meaning with prompt.mode: {spec.mode}; remove it")
+
+
+def _default_sources(spec: PromptSpec) -> tuple[str, ...]:
+    if spec.messages is not None or spec.user is not None:
+        return ()
+    return {
+        "chat": ("messages", "prompt"),
+        "completion": ("prompt",),
+        "tokens": ("prompt_token_ids", "prompt"),
+    }[spec.mode]
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,104 @@
+"""The job's own Jinja templates: `prompt.system`, `prompt.user`, `prompt.assistant_prefix`.
+
+Used by the prompt renderer. The chat template of a model is not one of these; transformers renders it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from batchgen.types import ErrorClass, RowFailure, UsageError
+
+# Against a loop that runs away; no model reads this much.
+MAX_CHARACTERS = 50_000_000
+
+
+class _NullValue(Exception):
+    """An expression of a template is null; it would read as the word None."""
+
+
+class _BinaryValue(Exception):
+    """An expression of a template is bytes; it would read as a Python literal."""
+
+
+def _text_only(value: Any) -> Any:
+    if value is None:
+        raise _NullValue
+    if isinstance(value, bytes):
+        raise _BinaryValue
+    return value
+
+
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    undefined=StrictUndefined, keep_trailing_newline=True, finalize=_text_only
+)
+
+
+class JobTemplate:
+    """One template of the job file.
+
+    Args:
+        name: the setting, such as `prompt.user`; messages begin with it.
+        source: Jinja, in the sandbox; every column is a variable, and one that a row lacks is an error.
+
+    Raises:
+        UsageError: the source is not valid Jinja.
+    """
+
+    def __init__(self, name: str, source: str) -> None:
+        self.name = name
+        try:
+            tree = _ENVIRONMENT.parse(source)
+            self._template = _ENVIRONMENT.from_string(source)
+        except TemplateSyntaxError as error:
+            raise UsageError(f"{name}: line {error.lineno} of the template: {error.message}") from error
+        self.columns = frozenset(meta.find_undeclared_variables(tree)) - frozenset(_ENVIRONMENT.globals)
+
+    def render(self, columns: Mapping[str, Any]) -> str:
+        """The text for one row.
+
+        Raises:
+            RowFailure: `missing_column`, `null_prompt` (a null would read "None"), or `template`.
+        """
+        try:
+            return self._collect(columns)
+        except UndefinedError as error:
+            raise RowFailure(ErrorClass.MISSING_COLUMN, self._undefined(columns, error)) from error
+        except _NullValue as error:
+            nulls = sorted(name for name in self.columns if name in columns and columns[name] is None)
+            what = f"column {', '.join(map(repr, nulls))} is null" if nulls else "an expression is null"
+            raise RowFailure(
+                ErrorClass.NULL_PROMPT,
+                f"{self.name}: {what}; write {{{{ column or '' }}}} where that is meant",
+            ) from error
+        except _BinaryValue as error:
+            raise RowFailure(
+                ErrorClass.TEMPLATE, f"{self.name}: a value is bytes, not text; decode it"
+            ) from error
+        except RowFailure:
+            raise
+        except Exception as error:
+            raise RowFailure(ErrorClass.TEMPLATE, f"{self.name}: {type(error).__name__}: {error}") from error
+
+    def _collect(self, columns: Mapping[str, Any]) -> str:
+        pieces, length = [], 0
+        for piece in self._template.generate(columns):
+            pieces.append(piece)
+            length += len(piece)
+            if length > MAX_CHARACTERS:
+                raise RowFailure(
+                    ErrorClass.TEMPLATE,
+                    f"{self.name}: the text grew beyond {MAX_CHARACTERS} characters; is a loop endless?",
+                )
+        return "".join(pieces)
+
+    def _undefined(self, columns: Mapping[str, Any], error: UndefinedError) -> str:
+        reason = str(error)
+        missing = [name for name in sorted(self.columns) if name not in columns and f"'{name}'" in reason]
+        if missing:
+            return f"{self.name}: the row has no column {missing[0]!r}"
+        return f"{self.name}: {reason}"

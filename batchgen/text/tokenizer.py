@@ -1,0 +1,216 @@
+"""The tokenizer of a model: text to ids, ids to text, and rendering of its chat template.
+
+Wraps a fast tokenizer of transformers, loaded from a local folder and never from the network. Used
+by the prompt renderer, the detokenizer and the stop checker in the engine worker, and by `validate`
+and `show`, which load no weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from batchgen.types import UsageError
+
+# Encodings of a group are freed before the next one is made, so that memory does not grow with the batch.
+GROUP = 128
+
+_FILES = (
+    "tokenizer*",
+    "*token*.py",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
+
+
+def fingerprint(folder: Path) -> str:
+    """Hash the tokenizer's files, chat template included; needs no transformers.
+
+    Args:
+        folder: a model folder; weights and other files in it do not count.
+
+    Returns:
+        sha256 in hex over names, sizes and contents.
+    """
+    digest = hashlib.sha256()
+    for file in sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()}):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(folder).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+class Tokenizer:
+    """A fast tokenizer and what the model's files say about its special tokens.
+
+    Args:
+        hf: a transformers tokenizer that wraps one of the `tokenizers` library.
+        folder: where it was loaded from; None for one made in memory.
+    """
+
+    def __init__(self, hf: Any, folder: Path | None = None) -> None:
+        self.hf = hf
+        self.folder = folder
+        self.backend = hf.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.backend.encode_special_tokens = False
+
+    @classmethod
+    def load(cls, path: str, trust_remote_code: bool = False) -> Tokenizer:
+        """Load from a local folder.
+
+        Raises:
+            UsageError: no folder, no tokenizer in it, code in it that is not trusted, or a tokenizer
+                without a fast implementation.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise UsageError(
+                f"model.tokenizer: {path} is not a folder; give a model folder with its tokenizer files"
+            )
+        from transformers import AutoTokenizer
+
+        try:
+            hf = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            remedy = (
+                "set model.trust_remote_code: true if you trust that code"
+                if "trust_remote_code" in reason
+                else "the folder needs tokenizer.json, or the files that transformers makes one from"
+            )
+            raise UsageError(
+                f"model.tokenizer: {path} holds no tokenizer that loads "
+                f"({type(error).__name__}: {reason}); {remedy}"
+            ) from error
+        if not getattr(hf, "is_fast", False):
+            raise UsageError(
+                f"model.tokenizer: {path} has only a slow Python tokenizer ({type(hf).__name__}); "
+                "convert it once to tokenizer.json and set model.tokenizer to that folder"
+            )
+        return cls(hf, folder)
+
+    def fingerprint(self) -> str:
+        """Hash of the tokenizer's files; of the serialised tokenizer if it was made in memory."""
+        if self.folder is not None:
+            return fingerprint(self.folder)
+        return hashlib.sha256(f"{self.backend.to_str()}\0{self.chat_template}".encode()).hexdigest()
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Every special token as it is written, and its id; these are left out of decoded text."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in sorted(added.items()) if token.special}
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of `special_tokens`."""
+        return frozenset(self.special_tokens.values())
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id; the model's embedding may be larger."""
+        ids: Iterable[int] = self.backend.get_vocab(with_added_tokens=True).values()
+        return max(ids) + 1
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's end-of-sequence id; a model's generation configuration may name more."""
+        token_id: int | None = self.hf.eos_token_id
+        return token_id
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The beginning-of-sequence id, whether or not it is put before plain text."""
+        token_id: int | None = self.hf.bos_token_id
+        return token_id
+
+    @cached_property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """What the tokenizer itself puts before plain text: mostly BOS or nothing."""
+        plain = self.backend.encode("a", add_special_tokens=False).ids
+        full = self.backend.encode("a", add_special_tokens=True).ids
+        for start in range(len(full) - len(plain) + 1):
+            if full[start : start + len(plain)] == plain:
+                return tuple(full[:start])
+        return ()
+
+    @property
+    def chat_template(self) -> str | None:
+        """The (default) chat template, or None for a tokenizer without one."""
+        template = self.hf.chat_template
+        return template.get("default") if isinstance(template, Mapping) else template
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text. Special tokens written in it become their ids; none is added."""
+        return encode_groups(self.backend, texts)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of the ids without special tokens; ids outside the vocabulary have no text.
+
+        Equals transformers' `decode(ids, skip_special_tokens=True)` without its clean-up of spaces,
+        which transformers skips as well for BPE because it damages text. Bytes that are no UTF-8,
+        such as a last character of which not all tokens came, read as U+FFFD.
+        """
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def decode_all(self, token_ids: Iterable[int]) -> str:
+        """Text of the ids with special tokens as they are written."""
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of an id, such as `Ġhello`; None for an unknown one."""
+        spelling: str | None = self.backend.id_to_token(token_id)
+        return spelling
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None,
+        kwargs: Mapping[str, Any],
+        continue_final_message: bool,
+    ) -> str:
+        """The conversation as text, through transformers' sandboxed renderer.
+
+        Args:
+            messages: turns with `role` and mostly `content`.
+            template: used instead of the tokenizer's own.
+            kwargs: more variables for the template.
+            continue_final_message: leave the last turn open instead of opening an assistant's.
+
+        Raises:
+            Exception: whatever the template raises.
+        """
+        text: str = self.hf.apply_chat_template(
+            list(messages),
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=not continue_final_message,
+            continue_final_message=continue_final_message,
+            **kwargs,
+        )
+        return text
+
+
+def encode_groups(backend: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Encode in bounded groups with a tokenizer of the `tokenizers` library, adding no special token."""
+    ids: list[list[int]] = []
+    for start in range(0, len(texts), GROUP):
+        group = list(texts[start : start + GROUP])
+        ids.extend(e.ids for e in backend.encode_batch_fast(group, add_special_tokens=False))
+    return ids
