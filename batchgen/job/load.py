@@ -7,6 +7,7 @@ the file is reported at once, each fault with its place, the value, what is allo
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +30,12 @@ from batchgen.job.spec import (
 )
 from batchgen.job.unavailable import MEANS_OFF, means_off
 from batchgen.job.yaml_loader import Document, parse_override, read_document
+from batchgen.text.prompt_spec import PromptSpec
+from batchgen.text.templates import JobTemplate
 from batchgen.types import UsageError
 
 SHORTHAND = {"model": (str,), "input": (str, list), "output": (str,)}
 ESCAPES = {r"\n": "a line break", r"\t": "a tab", r"\r": "a carriage return"}
-CHAT_ONLY = ("messages", "system", "assistant_prefix", "chat_template", "chat_template_kwargs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,21 +220,27 @@ def _check_across(document: Document, sections: dict[str, Section | None]) -> No
             f"sampling.min_tokens: {sampling.min_tokens} is more than sampling.max_tokens "
             f"({sampling.max_tokens}); lower it or raise max_tokens",
         )
-    if isinstance(prompt, PromptSection) and prompt.mode == "completion":
-        for key in CHAT_ONLY:
-            if getattr(prompt, key):
-                document.fault(
-                    ("prompt", key),
-                    f"prompt.{key} has no meaning when prompt.mode is completion; "
-                    "remove it or set mode to chat",
-                    at_key=True,
-                )
-    if isinstance(prompt, PromptSection) and prompt.messages and prompt.user:
-        document.fault(
-            ("prompt", "user"),
-            "prompt.user and prompt.messages both say what the user's turn is; remove one of them",
-            at_key=True,
-        )
+    if isinstance(prompt, PromptSection):
+        _check_prompt(document, prompt)
+
+
+def _check_prompt(document: Document, prompt: PromptSection) -> None:
+    """The renderer knows which settings go together and what a template is."""
+    try:
+        templates = PromptSpec.from_dict(prompt.model_dump()).templates()
+    except UsageError as error:
+        _prompt_fault(document, error)
+        return
+    for name, source in templates.items():
+        try:
+            JobTemplate(name, source)
+        except UsageError as error:
+            _prompt_fault(document, error)
+
+
+def _prompt_fault(document: Document, error: UsageError) -> None:
+    named = re.match(r"prompt\.(\w+)", str(error))
+    document.fault(("prompt", named[1]) if named else ("prompt",), str(error))
 
 
 def _notes(document: Document) -> Iterable[str]:

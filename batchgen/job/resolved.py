@@ -7,6 +7,7 @@ so that no secret reaches the output folder.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -29,14 +30,23 @@ for _name, _pattern, _first in CORE_SCALARS:
     _Dumper.add_implicit_resolver(TAG + _name, re.compile(f"(?:{_pattern})\\Z"), _first)
 
 
-def resolved_dict(spec: JobSpec, *, secrets: bool = False) -> dict[str, Any]:
-    """The job as plain values; strings from the environment as written in the file unless `secrets`."""
+def as_written(literal: str, value: str) -> str:
+    """Show a string from the environment as the job file has it."""
+    return literal
+
+
+def resolved_dict(spec: JobSpec, conceal: Callable[[str, str], str] = as_written) -> dict[str, Any]:
+    """The job as plain values.
+
+    Args:
+        spec: the job.
+        conceal: from a string as written, with `${env:NAME}`, and its value, to what is shown of it.
+    """
     result: dict[str, Any] = {"version": spec.version, "name": spec.name, "task": spec.task}
     for name in SECTIONS:
         result[name] = getattr(spec, name).model_dump(mode="json")
-    if not secrets:
-        for path, literal in spec.redacted.items():
-            _redact(result, path, literal)
+    for path, literal in spec.redacted.items():
+        _conceal(result, path, literal, conceal)
     return result
 
 
@@ -47,11 +57,15 @@ def resolved_yaml(spec: JobSpec) -> str:
     )
 
 
-def _redact(tree: Any, path: KeyPath, literal: str) -> None:
-    """Put `literal` at `path`; a path given as one string where a list may stand is in a list by now."""
+def _conceal(tree: Any, path: KeyPath, literal: str, conceal: Callable[[str, str], str]) -> None:
+    """Replace the value at `path`; one string where a list may stand is in a list by now."""
     try:
         for part in path[:-1]:
             tree = tree[part]
-        tree[path[-1]] = [literal] if isinstance(tree[path[-1]], list) else literal
+        value = tree[path[-1]]
+        if isinstance(value, list):
+            tree[path[-1]] = [conceal(literal, item) for item in value]
+        else:
+            tree[path[-1]] = conceal(literal, str(value))
     except (KeyError, IndexError, TypeError):
         return

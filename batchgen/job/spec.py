@@ -137,7 +137,7 @@ class InputSpec(Section):
 class PromptSection(Section):
     """From a row's columns to the text that the model continues."""
 
-    mode: Annotated[Literal["chat", "completion"], Rule("chat or completion", later=("tokens",))] = "chat"
+    mode: Annotated[Literal["chat", "completion", "tokens"], Rule("chat, completion or tokens")] = "chat"
     messages: Annotated[Text | None, Rule("null or the name of a column")] = None
     system: Annotated[str | None, Rule("null or a text")] = None
     user: Annotated[Text | None, Rule("null or a template")] = None
