@@ -79,7 +79,7 @@ class StopChecker:
     """
 
     def __init__(self, rules: StopRules, max_tokens: int | None = None) -> None:
-        self._rules = rules
+        self.rules = rules
         self._max_tokens = rules.max_tokens if max_tokens is None else max_tokens
         self._ids: list[int] = []
         self._search = _StringSearch(rules) if rules.strings else None
@@ -98,11 +98,11 @@ class StopChecker:
         length counts.
         """
         self._ids.append(token_id)
-        may_stop = len(self._ids) >= self._rules.min_tokens
-        if may_stop and token_id in self._rules.eos:
+        may_stop = len(self._ids) >= self.rules.min_tokens
+        if may_stop and token_id in self.rules.eos:
             return self._finish(FinishReason.STOP, None, self._ids[:-1])
-        if may_stop and token_id in self._rules.ids:
-            return self._finish(FinishReason.STOP, self._rules.ids[token_id], self._ids[:-1])
+        if may_stop and token_id in self.rules.ids:
+            return self._finish(FinishReason.STOP, self.rules.ids[token_id], self._ids[:-1])
         if self._search is not None:
             match = self._search.append(token_id, may_stop=may_stop)
             if match is not None:
@@ -112,10 +112,10 @@ class StopChecker:
         return None
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None, token_ids: list[int]) -> Finish:
-        return Finish(reason, stop_reason, self._rules.tokenizer.decode(token_ids), list(token_ids))
+        return Finish(reason, stop_reason, self.rules.tokenizer.decode(token_ids), list(token_ids))
 
     def _cut(self, match: _Match) -> Finish:
-        decode = self._rules.tokenizer.decode
+        decode = self.rules.tokenizer.decode
         text = decode(self._ids)[: match.start]
         count = len(self._ids)
         while count and decode(self._ids[: count - 1]).startswith(text):
@@ -127,7 +127,7 @@ class _StringSearch:
     """Finds stop strings in text that grows, looking only at what is new."""
 
     def __init__(self, rules: StopRules) -> None:
-        self._rules = rules
+        self.rules = rules
         self._detokenizer = IncrementalDetokenizer(rules.tokenizer, rules.token_bytes)
         # The end of the settled text, as far back as an unfinished match can reach, and where it begins.
         self._recent = ""
@@ -142,13 +142,13 @@ class _StringSearch:
         match = self._find(text) if may_stop else None
         if not may_stop:
             self._barred = max(self._barred, self._offset + len(text.rstrip("\ufffd")))
-        keep = max(0, settled - self._rules.longest + 1)
+        keep = max(0, settled - self.rules.longest + 1)
         self._recent, self._offset = text[keep:settled], self._offset + keep
         return match
 
     def _find(self, text: str) -> _Match | None:
         matches = []
-        for string in self._rules.strings:
+        for string in self.rules.strings:
             start = text.find(string, max(0, self._barred + 1 - len(string) - self._offset))
             if start >= 0:
                 matches.append(_Match(self._offset + start + len(string), self._offset + start, string))

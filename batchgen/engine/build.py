@@ -1,0 +1,198 @@
+"""Put an engine together from an `EngineConfig`: load, probe, size, check, wire."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import platform
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+import batchgen
+from batchgen.core.kv_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from batchgen.core.scheduler import Scheduler, SchedulerConfig
+from batchgen.engine.config import EngineConfig
+from batchgen.engine.core import EngineCore
+from batchgen.engine.invariance import find_row_multiple, model_is_invariant
+from batchgen.engine.memory import MemoryPlan, default_threads, plan_memory
+from batchgen.engine.runner import ModelRunner
+from batchgen.models.loader import LoadedModel, context_length, load_model
+from batchgen.models.probe import LayerAttention, probe_model
+from batchgen.models.source import find_model
+from batchgen.text.tokenizer import Tokenizer
+from batchgen.types import UsageError
+from batchgen_kernels.backend import AttentionBackend
+from batchgen_kernels.registry import BackendError, Selection, select
+
+CPU_BATCHED_TOKENS = 512
+CPU_SEQUENCES = 64
+BLOCK_SIZE = 16
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A ready engine with what was decided on the way.
+
+    `pinned` are numeric choices that a resumed job must repeat; `facts` describe the machine and the
+    libraries; `notes` are sentences for the user.
+    """
+
+    core: EngineCore
+    tokenizer: Tokenizer
+    loaded: LoadedModel
+    config: EngineConfig
+    pinned: dict[str, Any]
+    facts: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load the model and make everything ready for the first request.
+
+    Raises:
+        UsageError: the model cannot run here as asked; says why and which setting to change.
+    """
+    threads = config.num_threads or default_threads()
+    torch.set_num_threads(threads)
+    dtype = "float32" if config.dtype == "auto" else config.dtype
+    source = find_model(config.model)
+    loaded = load_model(source.weights_folder(), dtype)
+    tokenizer_source = find_model(config.tokenizer) if config.tokenizer else source
+    tokenizer = Tokenizer.load(str(tokenizer_source.tokenizer_folder()))
+    config = dataclasses.replace(
+        config,
+        dtype=dtype,
+        max_num_batched_tokens=config.max_num_batched_tokens or CPU_BATCHED_TOKENS,
+        max_num_seqs=config.max_num_seqs or CPU_SEQUENCES,
+        block_size=config.block_size or BLOCK_SIZE,
+        num_threads=threads,
+    )
+    layers = probe_model(loaded.model, config.max_model_len or 1)
+    backend, reason = _backend(config, layers, loaded.dtype)
+    memory = _memory(config, loaded, layers, backend)
+    if config.max_model_len is None:
+        layers = probe_model(loaded.model, memory.max_model_len)
+    row_multiple = _row_multiple(config, loaded)
+    runner = ModelRunner(
+        loaded,
+        layers,
+        backend,
+        num_blocks=memory.num_blocks,
+        block_size=memory.block_size,
+        row_multiple=row_multiple or 1,
+    )
+    invariant = row_multiple is not None and model_is_invariant(
+        runner, loaded.config.vocab_size, memory.num_blocks
+    )
+    core = EngineCore(
+        runner,
+        Scheduler(_scheduler_config(config, memory), _kv_config(layers, memory)),
+        tokenizer,
+        loaded.eos_token_ids,
+        memory.max_model_len,
+    )
+    return Engine(
+        core=core,
+        tokenizer=tokenizer,
+        loaded=loaded,
+        config=config,
+        pinned={"dtype": dtype, "max_model_len": memory.max_model_len},
+        facts=_facts(threads, backend, invariant, row_multiple, memory),
+        notes=[*memory.table(), f"attention: {reason}", _invariance_note(config, invariant)],
+    )
+
+
+def _backend(config: EngineConfig, layers: list[LayerAttention], dtype: torch.dtype) -> Selection:
+    try:
+        return select(config.attention, [layer.spec for layer in layers], torch.device("cpu"), dtype)
+    except BackendError as error:
+        raise UsageError(f"engine.attention: {error}") from error
+
+
+def _memory(
+    config: EngineConfig, loaded: LoadedModel, layers: list[LayerAttention], backend: AttentionBackend
+) -> MemoryPlan:
+    assert config.block_size is not None
+    assert config.max_num_seqs is not None
+    size = config.block_size
+    return plan_memory(
+        bytes_per_block=sum(backend.bytes_per_block(layer.spec, size, loaded.dtype) for layer in layers),
+        block_size=size,
+        context=context_length(loaded.config),
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_memory=config.kv_cache_memory,
+    )
+
+
+def _row_multiple(config: EngineConfig, loaded: LoadedModel) -> int | None:
+    """Rows to pad to, or None where invariance is not promised or was not found."""
+    if config.deterministic is False or loaded.dtype != torch.float32:
+        return None
+    assert config.num_threads is not None
+    assert config.max_num_batched_tokens is not None
+    assert config.max_num_seqs is not None
+    return find_row_multiple(
+        loaded.model, config.num_threads, config.max_num_batched_tokens, config.max_num_seqs
+    )
+
+
+def _invariance_note(config: EngineConfig, invariant: bool) -> str:
+    if invariant:
+        return "batch-invariant: a row's result does not depend on what shares its batch"
+    if config.deterministic is True:
+        raise UsageError(
+            "engine.deterministic: batch invariance was asked for, but the check at load failed for "
+            f"dtype {config.dtype} on this machine; use model.dtype: float32 or engine.deterministic: auto"
+        )
+    return "not batch-invariant: a row's result may differ in the last bits with what shares its batch"
+
+
+def _scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConfig:
+    assert config.max_num_batched_tokens is not None
+    assert config.max_num_seqs is not None
+    return SchedulerConfig(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=memory.max_model_len,
+        prefix_caching=config.prefix_caching,
+        debug_checks=config.debug_checks,
+    )
+
+
+def _kv_config(layers: list[LayerAttention], memory: MemoryPlan) -> KVCacheConfig:
+    """One group for all layers: a window is the kernel's mask, its blocks are kept like all others."""
+    spec = KVCacheSpec(
+        num_kv_heads=layers[0].spec.num_kv_heads,
+        head_size=layers[0].spec.head_size,
+        v_head_size=layers[0].spec.v_head_size,
+        dtype="float32",
+    )
+    group = KVCacheGroup(spec, tuple(range(len(layers))))
+    return KVCacheConfig(memory.num_blocks, memory.block_size, (group,))
+
+
+def _facts(
+    threads: int,
+    backend: AttentionBackend,
+    invariant: bool,
+    row_multiple: int | None,
+    memory: MemoryPlan,
+) -> dict[str, Any]:
+    return {
+        "batchgen": batchgen.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": "cpu",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": threads,
+        "attention": backend.name,
+        "batch_invariant": invariant,
+        "row_multiple": row_multiple,
+        "num_blocks": memory.num_blocks,
+    }

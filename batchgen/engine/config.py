@@ -1,0 +1,41 @@
+"""What the engine is told: everything is resolved here, nothing is read from a job file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. Values of None are chosen from the model and the machine.
+
+    Args:
+        model: hub id, folder or GGUF file.
+        tokenizer: folder or hub id of another tokenizer.
+        dtype: `auto` (float32 on the CPU), `float32`, `bfloat16` or `float16`.
+        max_model_len: longest prompt plus output, in tokens.
+        attention: name of an attention backend, or `auto`.
+        max_num_batched_tokens: token budget of a step.
+        max_num_seqs: most requests running at once.
+        block_size: tokens in a KV cache block.
+        kv_cache_memory: bytes for the KV cache.
+        prefix_caching: share blocks of equal prefixes.
+        deterministic: `auto` checks batch invariance where it is promised; False skips the padding it
+            needs; True makes its absence an error.
+        num_threads: CPU threads; None is torch's own choice.
+        debug_checks: assert the scheduler's invariants after every step.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    attention: str = "auto"
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    block_size: int | None = None
+    kv_cache_memory: int | None = None
+    prefix_caching: bool = True
+    deterministic: str | bool = "auto"
+    num_threads: int | None = None
+    debug_checks: bool = False

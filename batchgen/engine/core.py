@@ -1,0 +1,246 @@
+"""The loop: `EngineCore.step()` = schedule → execute → finalize.
+
+Requests go in, outputs come out, one step at a time. Used by the engine worker process and by
+`LLM`; both feed it lazily, so memory is bounded by the requests in flight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from batchgen.core.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
+from batchgen.engine.runner import ModelRunner
+from batchgen.sampling.sampler import SamplingRow, finite_rows, sample
+from batchgen.text.stop import Finish, StopChecker, StopRules
+from batchgen.text.tokenizer import Tokenizer
+from batchgen.types import (
+    ErrorClass,
+    Output,
+    Request,
+    RequestState,
+    RowError,
+    RowFailure,
+    SamplingParams,
+)
+
+MAX_RULES = 1024
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in flight with its stop conditions and what was already reported of its output."""
+
+    request: Request
+    checker: StopChecker
+    reported: int
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the engine started, in tokens unless named otherwise."""
+
+    steps: int = 0
+    computed: int = 0
+    sampled: int = 0
+
+
+class EngineCore:
+    """Continuous batching over one model.
+
+    Args:
+        runner: the model and its cache.
+        scheduler: decides each step.
+        tokenizer: for stop strings and the final text.
+        eos_token_ids: ids that end a sequence.
+        max_model_len: longest prompt plus output, in tokens.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.max_model_len = max_model_len
+        self.counters = EngineCounters()
+        self._live: dict[int, _Live] = {}
+        self._rules_of: dict[SamplingParams, StopRules] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests waiting or running."""
+        return len(self._live)
+
+    def add(self, request: Request) -> Output | None:
+        """Take a request; `request.sampling.max_tokens` is clipped to what fits the context.
+
+        A request may come with output tokens that an earlier attempt sampled; it goes on after them.
+
+        Returns:
+            None, or the output at once: an error row that can never fit, or a request whose earlier
+            tokens already end it.
+        """
+        room = self.max_model_len - len(request.prompt_token_ids)
+        if room < 1:
+            return self._refused(
+                request,
+                RowError(
+                    ErrorClass.CONTEXT_LENGTH,
+                    f"the prompt has {len(request.prompt_token_ids)} tokens and model.max_model_len is "
+                    f"{self.max_model_len}, which leaves no room for an answer; shorten it or raise the limit",
+                ),
+            )
+        checker = StopChecker(self._rules(request.sampling), min(request.sampling.max_tokens, room))
+        request.sampling = _clip(request.sampling, room)
+        finished = checker.prime(request.output_token_ids)
+        if finished is not None:
+            return self._output(request, finished)
+        try:
+            self.scheduler.add(request)
+        except RowFailure as failure:
+            return self._refused(request, failure.error)
+        self._live[request.request_id] = _Live(request, checker, len(request.output_token_ids))
+        return None
+
+    def step(self) -> list[Output]:
+        """Run one step; returns what finished in it.
+
+        Raises:
+            EngineError: the step could not be run, or no request can make progress.
+        """
+        if not self._live:
+            return []
+        planned, logits = self._execute()
+        self.counters.steps += 1
+        self.counters.computed += planned.total_tokens
+        return self._finalize(planned, logits)
+
+    def _execute(self) -> tuple[SchedulerOutput, torch.Tensor]:
+        """Schedule and compute one step; in smaller pieces where memory does not suffice."""
+        budget: int | None = None
+        while True:
+            planned = self.scheduler.schedule(budget)
+            try:
+                return planned, self.runner.execute(planned)
+            except BaseException as error:
+                self.scheduler.rollback(planned)
+                if not _out_of_memory(error) or planned.total_tokens == 1:
+                    raise
+                budget = planned.total_tokens // 2
+                logger.warning("a step of %d tokens ran out of memory, halved", planned.total_tokens)
+
+    def partials(self) -> list[tuple[int, int, list[int]]]:
+        """Output tokens of live requests that were not reported before: (row, first index, ids)."""
+        news = []
+        for row, live in self._live.items():
+            ids = live.request.output_token_ids
+            if len(ids) > live.reported:
+                news.append((row, live.reported, ids[live.reported :]))
+                live.reported = len(ids)
+        return news
+
+    def drop_unstarted(self) -> None:
+        """Forget the requests that have not begun, so that only running ones go on."""
+        for row, live in list(self._live.items()):
+            if live.request.num_computed_tokens == 0 and live.request.num_preemptions == 0:
+                self.scheduler.finish(row)
+                del self._live[row]
+
+    def close(self) -> None:
+        """Give the cache's memory back; the engine is unusable afterwards."""
+        self._live.clear()
+        self.runner.close()
+
+    def _finalize(self, planned: SchedulerOutput, logits: torch.Tensor) -> list[Output]:
+        samplers = [s for s in planned.scheduled if s.samples]
+        finite = finite_rows(logits).tolist()
+        healthy = [s for s, ok in zip(samplers, finite, strict=True) if ok]
+        if not all(finite):
+            logits = logits[torch.tensor(finite)]
+        tokens = sample(logits, [self._sampling_row(s) for s in healthy]) if healthy else []
+        outputs = [self._nonfinite(s.request) for s, ok in zip(samplers, finite, strict=True) if not ok]
+        sampled = {s.request.request_id: t for s, t in zip(healthy, tokens, strict=True)}
+        self.scheduler.update(planned, sampled)
+        for s in healthy:
+            # Whoever shared blocks with a poisoned request was preempted, its token dropped.
+            if s.request.state is RequestState.RUNNING:
+                self.counters.sampled += 1
+                outputs += self._check_stop(s.request)
+        return outputs
+
+    def _rules(self, sampling: SamplingParams) -> StopRules:
+        """Stop rules are costly to make and the same for nearly all rows of a job."""
+        if sampling not in self._rules_of:
+            if len(self._rules_of) >= MAX_RULES:
+                self._rules_of.clear()
+            self._rules_of[sampling] = StopRules(sampling, self.eos_token_ids, self.tokenizer)
+        return self._rules_of[sampling]
+
+    def _sampling_row(self, scheduled: ScheduledRequest) -> SamplingRow:
+        request = scheduled.request
+        banned: tuple[int, ...] = ()
+        if len(request.output_token_ids) < request.sampling.min_tokens:
+            banned = tuple(self._live[request.request_id].checker.rules.stop_ids)
+        return SamplingRow(request.sampling, request.request_id, request.num_tokens, banned)
+
+    def _check_stop(self, request: Request) -> Iterator[Output]:
+        finished = self._live[request.request_id].checker.append(request.output_token_ids[-1])
+        if finished is not None:
+            self.scheduler.finish(request.request_id)
+            del self._live[request.request_id]
+            yield self._output(request, finished)
+
+    def _nonfinite(self, request: Request) -> Output:
+        """A row whose logits are not finite is an error row; nothing of it may be shared."""
+        self.scheduler.poison(request.request_id)
+        del self._live[request.request_id]
+        position = request.num_tokens
+        return self._refused(
+            request,
+            RowError(
+                ErrorClass.NONFINITE,
+                f"the model's logits at position {position} are not finite; "
+                "try model.dtype: float32, or check the weights",
+            ),
+        )
+
+    def _refused(self, request: Request, error: RowError) -> Output:
+        return Output(request.request_id, prompt_tokens=len(request.prompt_token_ids), error=error)
+
+    def _output(self, request: Request, finished: Finish) -> Output:
+        return Output(
+            request_id=request.request_id,
+            token_ids=finished.token_ids,
+            text=finished.text,
+            finish_reason=finished.reason,
+            stop_reason=finished.stop_reason,
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=len(request.output_token_ids),
+            cached_tokens=request.num_cached_tokens,
+            preemptions=request.num_preemptions,
+        )
+
+
+def _clip(sampling: SamplingParams, room: int) -> SamplingParams:
+    if sampling.max_tokens <= room:
+        return sampling
+    return dataclasses.replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python could not get memory; torch's CPU allocator has no exception of its own."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )

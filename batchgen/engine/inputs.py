@@ -1,0 +1,77 @@
+"""Pack one step's requests into the tensors of a single forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
+from batchgen_kernels.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """One step as tensors; T and R are padded up to a multiple that keeps results batch-invariant.
+
+    Args:
+        input_ids: `(1, T)` int64, padding rows hold token 0.
+        position_ids: `(1, T)` int64, padding rows hold 0.
+        logits_rows: `(R,)` int64, rows whose logits are needed; padding repeats the first; empty if none.
+        samplers: the requests that sample, in the order of `logits_rows` before padding.
+        metadata: what attention needs.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    logits_rows: torch.Tensor
+    samplers: list[ScheduledRequest]
+    metadata: AttentionMetadata
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `n`."""
+    return -(-n // multiple) * multiple
+
+
+def pack_step(output: SchedulerOutput, block_size: int, row_multiple: int = 1) -> PackedStep:
+    """Lay the scheduled tokens out one request after the other.
+
+    Args:
+        output: what the scheduler decided; not empty.
+        block_size: tokens in a block.
+        row_multiple: T and R are multiples of this.
+    """
+    scheduled = output.scheduled
+    counts = [s.num_tokens for s in scheduled]
+    ends = np.cumsum(counts)
+    padded = round_up(int(ends[-1]), row_multiple)
+    ids = np.zeros(padded, dtype=np.int64)
+    positions = np.zeros(padded, dtype=np.int64)
+    for s, end in zip(scheduled, ends.tolist(), strict=True):
+        rows = slice(end - s.num_tokens, end)
+        ids[rows] = s.request.tokens(s.start, s.start + s.num_tokens)
+        positions[rows] = np.arange(s.start, s.start + s.num_tokens)
+    metadata = AttentionMetadata.build(
+        query_lens=counts,
+        seq_lens=[s.start + s.num_tokens for s in scheduled],
+        block_tables=[s.block_ids[0][: -(-(s.start + s.num_tokens) // block_size)] for s in scheduled],
+        block_size=block_size,
+        num_rows=padded,
+    )
+    return PackedStep(
+        input_ids=torch.from_numpy(ids).unsqueeze(0),
+        position_ids=torch.from_numpy(positions).unsqueeze(0),
+        logits_rows=_logits_rows(scheduled, ends, row_multiple),
+        samplers=[s for s in scheduled if s.samples],
+        metadata=metadata,
+    )
+
+
+def _logits_rows(scheduled: list[ScheduledRequest], ends: np.ndarray, row_multiple: int) -> torch.Tensor:
+    last = ends[[s.samples for s in scheduled]].astype(np.int64) - 1
+    if not len(last):
+        return torch.empty(0, dtype=torch.int64)
+    padding = round_up(len(last), row_multiple) - len(last)
+    return torch.from_numpy(np.concatenate([last, np.full(padding, last[0])]))

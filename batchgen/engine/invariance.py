@@ -1,0 +1,101 @@
+"""Find out at load time whether results depend on the batch, and pad so that they do not.
+
+A GEMM library picks its kernel by the number of rows, so a row's bits may depend on how many rows
+share the call. Measured with torch 2.13 and MKL: rows of `F.linear` are bit-identical for every
+number of rows except where a thread gets fewer than 4, so padding each step to a multiple of
+4 x threads rows makes float32 batch-invariant at almost no cost. Whether that holds on this machine,
+for this model's weight shapes, is checked here rather than assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+
+from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
+from batchgen.engine.runner import ModelRunner
+from batchgen.types import Request, SamplingParams
+
+ROWS_PER_THREAD = 4
+WIDE = 16384
+CHECKED_MULTIPLES = (1, 2, 3, 4, 5, 8, 13, 16, 32, 64)
+CHECKED_TOKENS = 40
+
+
+def distinct_weights(model: torch.nn.Module) -> list[torch.nn.Linear]:
+    """One linear layer of each (shape, has bias) in the model."""
+    seen: dict[tuple[int, int, bool], torch.nn.Linear] = {}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            seen.setdefault((*module.weight.shape, module.bias is not None), module)  # type: ignore[arg-type]
+    return list(seen.values())
+
+
+@torch.inference_mode()
+def rows_are_independent(linear: torch.nn.Linear, multiple: int, max_rows: int) -> bool:
+    """Whether rows keep their bits for every checked number of rows that is a multiple of `multiple`."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [multiple * k for k in CHECKED_MULTIPLES if multiple * k <= max(max_rows, multiple)]
+    x = torch.randn(max(sizes), linear.in_features, generator=generator).to(linear.weight.dtype)
+    whole = F.linear(x, linear.weight, linear.bias)
+    for rows in sizes:
+        for offset in {0, max(sizes) - rows}:
+            part = F.linear(x[offset : offset + rows], linear.weight, linear.bias)
+            if not torch.equal(part, whole[offset : offset + rows]):
+                return False
+    return True
+
+
+def find_row_multiple(
+    model: torch.nn.Module, threads: int, max_tokens: int, max_logits_rows: int
+) -> int | None:
+    """The least number of rows whose multiples keep every row's bits, or None if none was found."""
+    weights = distinct_weights(model)
+    for factor in (1, 2, 4):
+        multiple = ROWS_PER_THREAD * threads * factor
+        if all(
+            rows_are_independent(w, multiple, max_logits_rows if w.out_features > WIDE else max_tokens)
+            for w in weights
+        ):
+            return multiple
+    return None
+
+
+def _scheduled(request: Request, start: int, stop: int, blocks: list[int]) -> ScheduledRequest:
+    return ScheduledRequest(
+        request=request, start=start, num_tokens=stop - start, samples=True, block_ids=[blocks]
+    )
+
+
+def _logits(runner: ModelRunner, scheduled: Iterable[ScheduledRequest]) -> torch.Tensor:
+    parts = list(scheduled)
+    total = sum(p.num_tokens for p in parts)
+    return runner.execute(SchedulerOutput(scheduled=parts, total_tokens=total, copies=[], preempted=[]))
+
+
+def model_is_invariant(runner: ModelRunner, vocab_size: int, num_blocks: int) -> bool:
+    """Whether one sequence gives the same bits whole and alone, and in chunks among others.
+
+    Uses the runner's own cache, so it must run before the first request.
+    """
+    tokens = CHECKED_TOKENS
+    per_sequence = -(-tokens // runner.block_size)
+    if num_blocks < 3 * per_sequence + 1:
+        return False
+
+    def request(i: int) -> Request:
+        ids = [(7 + 31 * i + 13 * t) % vocab_size for t in range(tokens)]
+        return Request(request_id=i, prompt_token_ids=ids, sampling=SamplingParams(max_tokens=1))
+
+    def blocks(i: int) -> list[int]:
+        return list(range(1 + i * per_sequence, 1 + (i + 1) * per_sequence))
+
+    whole = _logits(runner, [_scheduled(request(0), 0, tokens, blocks(0))])[0]
+    _logits(runner, [_scheduled(request(0), 0, 5, blocks(1)), _scheduled(request(1), 0, 30, blocks(2))])
+    _logits(runner, [_scheduled(request(1), 30, 31, blocks(2)), _scheduled(request(0), 5, 22, blocks(1))])
+    mixed = _logits(
+        runner, [_scheduled(request(0), 22, tokens, blocks(1)), _scheduled(request(1), 31, 32, blocks(2))]
+    )[0]
+    return torch.equal(whole, mixed)

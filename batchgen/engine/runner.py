@@ -1,0 +1,104 @@
+"""Run one step of the model: pack, forward, logits of the rows that sample.
+
+`ModelRunner` owns the KV cache tensors of all layers. It knows nothing of queues or stop
+conditions; `EngineCore` calls it once a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from batchgen.core.scheduler import SchedulerOutput
+from batchgen.engine.inputs import PackedStep, pack_step
+from batchgen.models.forward_context import forward_context
+from batchgen.models.loader import LoadedModel
+from batchgen.models.probe import LayerAttention
+from batchgen_kernels.backend import AttentionBackend, KVCache
+from batchgen_kernels.metadata import AttentionMetadata
+
+
+class _StepContext:
+    """The forward context of one step: writes a layer's K/V, then attends."""
+
+    def __init__(self, runner: ModelRunner, metadata: AttentionMetadata) -> None:
+        self.runner = runner
+        self.metadata = metadata
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
+        index: int = module.layer_idx  # type: ignore[assignment]
+        layer, cache = self.runner.layers[index], self.runner.caches[index]
+        backend = self.runner.backend
+        backend.write(cache, key[0].transpose(0, 1), value[0].transpose(0, 1), self.metadata)
+        out = backend.attend(query[0].transpose(0, 1), cache, self.metadata, layer.spec, layer.sinks)
+        return out.unsqueeze(0)
+
+
+class ModelRunner:
+    """A model with its paged KV cache.
+
+    Args:
+        loaded: the model.
+        layers: what each layer's attention needs, from the probe.
+        backend: computes attention and owns the cache's layout.
+        num_blocks: blocks in the pool, the null block included.
+        block_size: tokens in a block.
+        row_multiple: forward passes are padded to a multiple of this many rows.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        layers: list[LayerAttention],
+        backend: AttentionBackend,
+        *,
+        num_blocks: int,
+        block_size: int,
+        row_multiple: int,
+    ) -> None:
+        self.model = loaded.model
+        self.layers = layers
+        self.backend = backend
+        self.block_size = block_size
+        self.row_multiple = row_multiple
+        device = torch.device("cpu")
+        self.caches: list[KVCache] = [
+            backend.allocate(layer.spec, num_blocks, block_size, device, loaded.dtype) for layer in layers
+        ]
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> torch.Tensor:
+        """Compute the scheduled tokens.
+
+        Returns:
+            `(R, vocab)` float32 logits, a row for each scheduled request with `samples`, in order.
+        """
+        for cache in self.caches if output.copies else ():
+            sources, targets = zip(*output.copies, strict=True)
+            self.backend.copy_blocks(cache, list(sources), list(targets))
+        return self.forward(pack_step(output, self.block_size, self.row_multiple))
+
+    @torch.inference_mode()
+    def forward(self, step: PackedStep) -> torch.Tensor:
+        """One packed forward pass; see `execute` for the result."""
+        with forward_context(_StepContext(self, step.metadata)):
+            result = self.model(
+                input_ids=step.input_ids,
+                position_ids=step.position_ids,
+                use_cache=False,
+                logits_to_keep=step.logits_rows,
+            )
+        logits: torch.Tensor = result.logits[0]
+        return logits[: len(step.samplers)].float()
+
+    def close(self) -> None:
+        """Give the KV cache's memory back."""
+        self.caches.clear()

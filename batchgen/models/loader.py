@@ -1,0 +1,111 @@
+"""Load a causal language model so that its attention runs on our cache.
+
+Called by the engine worker and by `LLM`. Models are transformers' own definitions; only their
+attention function is ours.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from batchgen.models.attention import ATTENTION_NAME, register_attention
+from batchgen.types import UsageError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode, with what its files say about generation."""
+
+    model: PreTrainedModel
+    generation_config: GenerationConfig
+    dtype: torch.dtype
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The model's own configuration."""
+        return self.model.config
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end a sequence, by the generation configuration, else the model's."""
+        given = self.generation_config.eos_token_id
+        if given is None:
+            given = self.config.eos_token_id
+        if given is None:
+            return ()
+        return tuple(given) if isinstance(given, (list, tuple)) else (int(given),)
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """The longest sequence the model was made for.
+
+    Raises:
+        UsageError: the configuration does not say.
+    """
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise UsageError("model.max_model_len: the model's configuration gives no context length; set it")
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    """Read `config.json` without weights.
+
+    Raises:
+        UsageError: it is missing, broken, or of a kind that transformers does not know.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"model.path: {folder} has no usable configuration: {error}") from error
+
+
+def load_model(folder: Path, dtype: str = "float32") -> LoadedModel:
+    """Load safetensors weights for inference on the CPU.
+
+    Args:
+        folder: as `ModelSource.weights_folder` gives it.
+        dtype: `float32`, `bfloat16` or `float16`.
+
+    Raises:
+        UsageError: no safetensors weights, weights that do not belong to the configuration, or no
+            causal language model.
+    """
+    register_attention()
+    load_config(folder)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=DTYPES[dtype],
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model.path: {folder} could not be loaded: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UsageError(
+            f"model.path: {folder} lacks {len(missing)} weights that its configuration asks for, "
+            f"such as {missing[0]}; is the download complete?"
+        )
+    if info["unexpected_keys"]:
+        logger.warning("%d weights of %s are not used by the model", len(info["unexpected_keys"]), folder)
+    model.eval()
+    return LoadedModel(model, model.generation_config, DTYPES[dtype])

@@ -1,0 +1,75 @@
+"""Build small engines and run prompts through them; shared by the engine's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from batchgen.core.scheduler import SchedulerOutput
+from batchgen.engine.build import Engine, build_engine
+from batchgen.engine.config import EngineConfig
+from batchgen.types import Output, Request, SamplingParams
+
+
+def make_engine(folder: Path, **settings: object) -> Engine:
+    """An engine over `folder` with every invariant checked after every step."""
+    defaults: dict[str, object] = {"max_model_len": 256, "max_num_seqs": 8, "debug_checks": True}
+    return build_engine(EngineConfig(model=str(folder), **{**defaults, **settings}))  # type: ignore[arg-type]
+
+
+def small_pool(engine_folder: Path, tokens: int, block_size: int = 16, **settings: object) -> Engine:
+    """An engine whose pool holds `tokens` tokens and no more."""
+    probe = make_engine(engine_folder, block_size=block_size, **settings)
+    blocks = tokens // block_size + 1
+    per_block = sum(
+        probe.core.runner.backend.bytes_per_block(layer.spec, block_size, torch.float32)
+        for layer in probe.core.runner.layers
+    )
+    probe.core.close()
+    return make_engine(engine_folder, block_size=block_size, kv_cache_memory=blocks * per_block, **settings)
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams | Sequence[SamplingParams],
+    partial: Sequence[list[int]] | None = None,
+    first_row: int = 0,
+) -> list[Output]:
+    """All prompts to their end; outputs in the order of the prompts."""
+    each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+    done: dict[int, Output] = {}
+    for i, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+        request = Request(first_row + i, list(prompt), params)
+        if partial is not None:
+            request.output_token_ids = list(partial[i])
+        output = engine.core.add(request)
+        if output is not None:
+            done[output.request_id] = output
+    while engine.core.num_unfinished:
+        for output in engine.core.step():
+            assert output.request_id not in done
+            done[output.request_id] = output
+    engine.core.scheduler.check()
+    return [done[first_row + i] for i in range(len(prompts))]
+
+
+def record_logits(engine: Engine) -> dict[tuple[int, int], torch.Tensor]:
+    """Keep the logits of every sampled position as (row, position) from now on."""
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+    execute: Callable[[SchedulerOutput], torch.Tensor] = engine.core.runner.execute
+
+    def recording(output: SchedulerOutput) -> torch.Tensor:
+        logits = execute(output)
+        samplers = [s for s in output.scheduled if s.samples]
+        for s, row in zip(samplers, logits, strict=True):
+            key = (s.request.request_id, s.start + s.num_tokens)
+            if key in seen:
+                assert torch.equal(seen[key], row), f"position {key} was computed with other bits before"
+            seen[key] = row.clone()
+        return logits
+
+    engine.core.runner.execute = recording  # type: ignore[method-assign]
+    return seen
