@@ -1,0 +1,256 @@
+"""Which input columns go through to the output, and as what. `plan_output` decides once; the sink applies it.
+
+    input    output   what a column becomes
+    Parquet  Parquet  the same Arrow type and values, bytes untouched
+    Parquet  JSONL    the JSON of `arrow_values`: all digits, ISO times, base64 bytes, NaN as null
+    JSONL    JSONL    the value as it was, digits of numbers included
+    JSONL    Parquet  string, int64, double or bool where all non-null values of the first 1,000 rows agree;
+                      all else, and whatever does not fit later, as members of one JSON text column `extra`
+
+An integer of up to 53 bits agrees with double. A number that a double cannot hold (more than 17 digits, or
+so small that it becomes 0) agrees with none. Each choice is JSON-able, to be pinned in the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol, cast
+
+import pyarrow as pa
+
+from batchgen.data.exact_json import ExactFloat, encode
+from batchgen.data.parquet_reader import ArrowRow
+from batchgen.data.row import Row
+from batchgen.types import DriftError
+
+_EXACT_INT = 2**53
+_DOUBLE_DIGITS = 17
+
+
+class ColumnPassthrough(Protocol):
+    """For Parquet output: the Arrow fields, and the arrays of one row group."""
+
+    def fields(self) -> list[pa.Field]: ...
+
+    def arrays(self, rows: Sequence[Row]) -> list[pa.ChunkedArray | pa.Array]: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+class MemberPassthrough(Protocol):
+    """For JSONL output: the members of one record, as `exact_json.encode` takes them."""
+
+    def members(self, row: Row) -> Mapping[str, Any]: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+Passthrough = ColumnPassthrough | MemberPassthrough
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowPassthrough:
+    """Columns of Parquet input, by their own types."""
+
+    schema: pa.Schema
+
+    def fields(self) -> list[pa.Field]:
+        return list(self.schema)
+
+    def arrays(self, rows: Sequence[Row]) -> list[pa.ChunkedArray | pa.Array]:
+        slices = list(_slices(rows))
+        return [
+            pa.chunked_array([batch.column(field.name) for batch in slices], type=field.type)
+            for field in self.schema
+        ]
+
+    def members(self, row: Row) -> Mapping[str, Any]:
+        values = cast(ArrowRow, row.values)
+        return {name: values.full(name) for name in self.schema.names}
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "arrow", "columns": [[field.name, str(field.type)] for field in self.schema]}
+
+
+@dataclass(frozen=True, slots=True)
+class TypedPassthrough:
+    """JSONL input to Parquet: typed columns, and `extra` for the rest.
+
+    Args:
+        kinds: column to "string", "int64", "double" or "bool".
+        extra: name of the JSON text column.
+        selected: only these go through; None for all.
+        omitted: these never do.
+    """
+
+    kinds: Mapping[str, str]
+    extra: str
+    selected: Collection[str] | None
+    omitted: Collection[str]
+
+    def fields(self) -> list[pa.Field]:
+        typed = [pa.field(name, _KINDS[kind].arrow) for name, kind in self.kinds.items()]
+        return [*typed, pa.field(self.extra, pa.string())]
+
+    def arrays(self, rows: Sequence[Row]) -> list[pa.ChunkedArray | pa.Array]:
+        columns: list[pa.ChunkedArray | pa.Array] = []
+        for name, key in self.kinds.items():
+            kind = _KINDS[key]
+            values = (row.values.get(name) for row in rows)
+            fitting = [value if kind.fits(value) else None for value in values]
+            columns.append(pa.array(fitting, kind.arrow))
+        columns.append(pa.array([self._rest(row) for row in rows], pa.string()))
+        return columns
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": "typed",
+            "columns": [[name, kind] for name, kind in self.kinds.items()],
+            "extra": self.extra,
+            "selected": _listed(self.selected),
+            "omitted": sorted(self.omitted),
+        }
+
+    def _rest(self, row: Row) -> str | None:
+        rest = {
+            name: value
+            for name, value in _going_through(row, self.selected, self.omitted)
+            if name not in self.kinds or not (value is None or _KINDS[self.kinds[name]].fits(value))
+        }
+        return encode(rest) if rest else None
+
+
+@dataclass(frozen=True, slots=True)
+class VerbatimPassthrough:
+    """JSONL input to JSONL output: members as they were.
+
+    Args:
+        reserved: our own names; a row that has one of them later than the first 1,000 rows keeps it
+            inside the object `extra`.
+    """
+
+    extra: str
+    reserved: Collection[str]
+    selected: Collection[str] | None
+    omitted: Collection[str]
+
+    def members(self, row: Row) -> Mapping[str, Any]:
+        taken = {self.extra, *self.reserved}
+        values = dict(_going_through(row, self.selected, self.omitted))
+        if taken.isdisjoint(values):
+            return values
+        members = {name: value for name, value in values.items() if name not in taken}
+        members[self.extra] = {name: value for name, value in values.items() if name in taken}
+        return members
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": "verbatim",
+            "extra": self.extra,
+            "reserved": sorted(self.reserved),
+            "selected": _listed(self.selected),
+            "omitted": sorted(self.omitted),
+        }
+
+
+def decide_kinds(rows: Iterable[Row], names: Collection[str]) -> dict[str, str]:
+    """The kind of each of `names` on which all non-null values of `rows` agree, in order of first appearance.
+
+    Columns without a common kind, or without any value, are left out.
+    """
+    candidates: dict[str, list[str]] = {}
+    for row in rows:
+        for name, value in row.values.items():
+            if name in names and value is not None:
+                kinds = candidates.get(name, list(_KINDS))
+                candidates[name] = [kind for kind in kinds if _KINDS[kind].fits(value)]
+    return {name: kinds[0] for name, kinds in candidates.items() if kinds}
+
+
+def passthrough_from_json(data: Mapping[str, Any], schema: pa.Schema | None) -> Passthrough:
+    """Rebuilds a pinned choice; `schema` is that of Parquet input.
+
+    Raises:
+        DriftError: the Parquet schema no longer has the pinned columns.
+    """
+    if data["kind"] == "arrow":
+        return _pinned_arrow(data, schema)
+    if data["kind"] == "typed":
+        kinds = dict(data["columns"])
+        return TypedPassthrough(kinds, data["extra"], data["selected"], data["omitted"])
+    return VerbatimPassthrough(data["extra"], data["reserved"], data["selected"], data["omitted"])
+
+
+def arrow_passthrough(schema: pa.Schema, names: Iterable[str]) -> ArrowPassthrough:
+    """Columns `names` of `schema`, without what belongs to the input file alone (metadata, field ids)."""
+    return ArrowPassthrough(pa.schema([_bare(schema.field(name)) for name in names]))
+
+
+def _pinned_arrow(data: Mapping[str, Any], schema: pa.Schema | None) -> ArrowPassthrough:
+    names = [name for name, _ in data["columns"]]
+    types = dict(data["columns"])
+    found = {} if schema is None else {field.name: str(field.type) for field in schema}
+    for name in names:
+        if found.get(name) != types[name]:
+            raise DriftError(
+                f"input column {name!r} was {types[name]} when the job began and is now "
+                f"{found.get(name, 'missing')}; restore the input or start a new output folder"
+            )
+    return arrow_passthrough(schema or pa.schema([]), names)
+
+
+def _bare(field: pa.Field) -> pa.Field:
+    kept = {k: v for k, v in (field.metadata or {}).items() if k.startswith(b"ARROW:extension:")}
+    return field.with_metadata(kept or None)
+
+
+def _slices(rows: Sequence[Row]) -> Iterable[pa.RecordBatch]:
+    """The rows as slices of the batches they came from; neighbours are one slice."""
+    located = [(cast(ArrowRow, row.values).batch, cast(ArrowRow, row.values).index) for row in rows]
+    runs = groupby(enumerate(located), lambda item: (id(item[1][0]), item[1][1] - item[0]))
+    for _, run in runs:
+        members = [where for _, where in run]
+        batch, first = members[0]
+        yield batch.batch.slice(first, len(members))
+
+
+def _going_through(
+    row: Row, selected: Collection[str] | None, omitted: Collection[str]
+) -> Iterable[tuple[str, Any]]:
+    for name, value in row.values.items():
+        if name not in omitted and (selected is None or name in selected):
+            yield name, value
+
+
+def _listed(names: Collection[str] | None) -> list[str] | None:
+    return None if names is None else list(names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    arrow: pa.DataType
+    fits: Callable[[Any], bool]
+
+
+def _is_int64(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _is_double(value: Any) -> bool:
+    if isinstance(value, ExactFloat):
+        digits = value.text.lower().partition("e")[0].translate(_NOT_DIGITS).lstrip("0")
+        return len(digits) <= _DOUBLE_DIGITS and (value != 0.0 or not digits)
+    return isinstance(value, float) or (_is_int64(value) and abs(value) <= _EXACT_INT)
+
+
+_NOT_DIGITS = str.maketrans("", "", "-+.")
+
+# In order of preference: integers fit double too.
+_KINDS = {
+    "bool": _Kind(pa.bool_(), lambda value: isinstance(value, bool)),
+    "int64": _Kind(pa.int64(), _is_int64),
+    "double": _Kind(pa.float64(), _is_double),
+    "string": _Kind(pa.string(), lambda value: isinstance(value, str)),
+}
