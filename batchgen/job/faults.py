@@ -38,6 +38,15 @@ class Fault:
         return f"{self.origin}: {self.message}"
 
 
+class JobFileError(UsageError):
+    """A job file with faults; `faults` holds each as a sentence."""
+
+    def __init__(self, source: str, faults: list[str]) -> None:
+        several = "\n  ".join([f"{source}: {len(faults)} faults", *faults])
+        super().__init__(faults[0] if len(faults) == 1 else several)
+        self.faults = faults
+
+
 def dotted(path: KeyPath) -> str:
     """`sampling.stop[0]` for `("sampling", "stop", 0)`."""
     text = ""
@@ -63,10 +72,8 @@ def raise_faults(source: str, faults: Iterable[Fault]) -> None:
     """Report all faults as one error, in the order of the file.
 
     Raises:
-        UsageError: if there is any fault.
+        JobFileError: if there is any fault.
     """
-    ordered = sorted(set(faults))
-    if len(ordered) == 1:
-        raise UsageError(str(ordered[0]))
+    ordered = [str(fault) for fault in sorted(set(faults))]
     if ordered:
-        raise UsageError("\n  ".join([f"{source}: {len(ordered)} faults", *map(str, ordered)]))
+        raise JobFileError(source, ordered)

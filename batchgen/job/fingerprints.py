@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,11 @@ from batchgen.job.faults import dotted, show_value
 from batchgen.job.file_hash import hash_files
 from batchgen.job.resolved import resolved_dict
 from batchgen.job.spec import JobSpec
+from batchgen.text.tokenizer import fingerprint as tokenizer_fingerprint
 from batchgen.types import DriftError
 
 FORMAT = 1
-WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-CONFIGURATION = ("config.json",)
-TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template.*",
-)
+WEIGHTS = ("*.safetensors", "*.bin", "config.json")
 SHOWN = 100
 MOST_DIFFERENCES = 12
 
@@ -58,23 +47,23 @@ class Fingerprints:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The files that a model consists of, for `fingerprint`."""
+    """What a model consists of.
+
+    Args:
+        weights: weight files and configuration, or the GGUF file.
+        tokenizer: the folder with the tokenizer; None where the GGUF file holds it.
+    """
 
     weights: tuple[Path, ...]
-    configuration: tuple[Path, ...]
-    tokenizer: tuple[Path, ...]
+    tokenizer: Path | None
 
     @classmethod
     def find(cls, model: Path, tokenizer: Path | None = None) -> ModelFiles:
-        """Files of a model folder or a GGUF file, and of another tokenizer's folder."""
-        own = cls(_glob(model, WEIGHTS), _glob(model, CONFIGURATION), _glob(model, TOKENIZER))
-        return own if tokenizer is None else cls(own.weights, own.configuration, _glob(tokenizer, TOKENIZER))
-
-
-def _glob(place: Path, patterns: Sequence[str]) -> tuple[Path, ...]:
-    if place.is_file():
-        return (place,) if patterns is WEIGHTS else ()
-    return tuple(sorted({file for pattern in patterns for file in place.glob(pattern) if file.is_file()}))
+        """Files of a model folder or a GGUF file, and another tokenizer's folder if there is one."""
+        if model.is_file():
+            return cls((model,), tokenizer)
+        files = {file for pattern in WEIGHTS for file in model.glob(pattern) if file.is_file()}
+        return cls(tuple(sorted(files)), tokenizer or model)
 
 
 def fingerprint(
@@ -105,8 +94,7 @@ def fingerprint(
             "format": FORMAT,
             "task": spec.task,
             "weights": hash_files(files.weights),
-            "configuration": hash_files(files.configuration),
-            "tokenizer": hash_files(files.tokenizer),
+            "tokenizer": None if files.tokenizer is None else tokenizer_fingerprint(files.tokenizer),
             "model": {key: model[key] for key in ("dtype", "max_model_len", "generation_defaults")},
             "prompt": job["prompt"],
             "sampling": job["sampling"],

@@ -71,7 +71,8 @@ def test_what_changes_results_is_refused_with_a_diff(
     assert error.value.exit_code == 4
     assert str(error.value) == (
         f"out belongs to a job that differs from this one:\n{shown}\n"
-        "Undo the change to continue, choose another output.path to keep both, or start this folder over with --overwrite."
+        "Undo the change to continue, choose another output.path to keep both, "
+        "or start this folder over with --overwrite."
     )
 
 
@@ -140,7 +141,7 @@ def test_the_digest_ignores_the_order_of_keys() -> None:
 
 def test_a_gguf_file_is_all_there_is(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_text("x")
-    assert ModelFiles.find(tmp_path / "m.gguf") == ModelFiles((tmp_path / "m.gguf",), (), ())
+    assert ModelFiles.find(tmp_path / "m.gguf") == ModelFiles((tmp_path / "m.gguf",), None)
 
 
 def test_a_file_hashed_before_is_not_read_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
