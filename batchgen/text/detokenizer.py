@@ -7,8 +7,6 @@ its end by `Tokenizer.decode`. At every moment `settled + pending` equals that d
 from __future__ import annotations
 
 import codecs
-import json
-from functools import cached_property
 
 from batchgen.text.tokenizer import Tokenizer
 
@@ -18,38 +16,20 @@ _LONGEST_CHARACTER = 4
 _LONG_WINDOW = 32
 
 
-class TokenBytes:
-    """Which tokens are single bytes (`<0xE4>`) that the decoder joins, for one tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    @cached_property
-    def by_id(self) -> dict[int, int]:
-        """Byte of each byte token; empty if the decoder does not join them."""
-        decoder = json.loads(self._tokenizer.backend.to_str())["decoder"] or {}
-        parts = [decoder, *decoder.get("decoders", ())]
-        if not any(part.get("type") == "ByteFallback" for part in parts):
-            return {}
-        ids = {byte: self._tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
-        return {token_id: byte for byte, token_id in ids.items() if token_id is not None}
-
-
 class IncrementalDetokenizer:
     """Decodes ids as they come.
 
     Args:
         tokenizer: the model's.
-        token_bytes: its byte tokens, shared by all rows.
 
     Attributes:
         pending: text of the last tokens, which a later token may still change: an unfinished
             character reads U+FFFD, and so does a whole run of byte tokens that is no UTF-8.
     """
 
-    def __init__(self, tokenizer: Tokenizer, token_bytes: TokenBytes) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._byte_of = token_bytes.by_id
+        self._byte_of = tokenizer.byte_tokens
         self._ids: list[int] = []
         # Decoding begins one settled stretch early, since the first token of a text loses its space.
         self._context = 0

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from batchgen.text.detokenizer import IncrementalDetokenizer, TokenBytes
+from batchgen.text.detokenizer import IncrementalDetokenizer
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import FinishReason, SamplingParams
 
@@ -43,7 +43,6 @@ class StopRules:
 
     def __init__(self, sampling: SamplingParams, eos_token_ids: Iterable[int], tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.token_bytes = TokenBytes(tokenizer)
         self.min_tokens = sampling.min_tokens
         self.max_tokens = sampling.max_tokens
         self.eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
@@ -128,7 +127,7 @@ class _StringSearch:
 
     def __init__(self, rules: StopRules) -> None:
         self.rules = rules
-        self._detokenizer = IncrementalDetokenizer(rules.tokenizer, rules.token_bytes)
+        self._detokenizer = IncrementalDetokenizer(rules.tokenizer)
         # The end of the settled text, as far back as an unfinished match can reach, and where it begins.
         self._recent = ""
         self._offset = 0

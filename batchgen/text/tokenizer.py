@@ -8,6 +8,7 @@ and `show`, which load no weights.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -124,6 +125,16 @@ class Tokenizer:
         """One more than the largest id; the model's embedding may be larger."""
         ids: Iterable[int] = self.backend.get_vocab(with_added_tokens=True).values()
         return max(ids) + 1
+
+    @cached_property
+    def byte_tokens(self) -> dict[int, int]:
+        """Byte of each token like `<0xE4>` that decoding joins to characters; mostly none."""
+        decoder = json.loads(self.backend.to_str())["decoder"] or {}
+        parts = [decoder, *decoder.get("decoders", ())]
+        if not any(part.get("type") == "ByteFallback" for part in parts):
+            return {}
+        ids = {byte: self.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+        return {token_id: byte for byte, token_id in ids.items() if token_id is not None}
 
     @property
     def eos_token_id(self) -> int | None:
