@@ -1,0 +1,261 @@
+"""What can be wrong with a job before any weights are loaded. Called by `validate`, `run` and `show`.
+
+Each check looks at one thing and says what it found; all are run, so that everything is reported at once.
+`run` leaves out those that need the tokenizer, because its process stays small: the engine worker makes
+them again before it loads weights.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from batchgen.types import BatchgenError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from batchgen.data.row import Row
+    from batchgen.data.source import InputSet
+    from batchgen.job.spec import JobSpec
+    from batchgen.models.source import ModelSource
+    from batchgen.text.prompt_spec import PromptSpec
+    from batchgen.text.tokenizer import Tokenizer
+
+ROWS_FOR_IDS = 100_000
+
+
+@dataclass(slots=True)
+class Report:
+    """What the checks found.
+
+    Args:
+        faults: in the order of the checks.
+        notes: sentences that do not stop the job.
+        facts: what a program may want to know of the input.
+    """
+
+    faults: list[BatchgenError] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def check(self) -> Iterator[None]:
+        """Collect what the body raises instead of stopping."""
+        try:
+            yield
+        except BatchgenError as error:
+            self.faults.append(error)
+
+    @property
+    def exit_code(self) -> int:
+        """0 or the smallest code: what the user must fix comes before what the machine lacks."""
+        return min((fault.exit_code for fault in self.faults), default=0)
+
+    def raise_faults(self) -> None:
+        """Raise what was found as one error with `exit_code`."""
+        if self.faults:
+            worst = next(f for f in self.faults if f.exit_code == self.exit_code)
+            others = [str(f) for f in self.faults if f is not worst]
+            raise type(worst)("\n".join([str(worst), *others])) if others else worst
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What the checks opened on the way; None where that failed. Close it."""
+
+    inputs: InputSet | None = None
+    prompt: PromptSpec | None = None
+    source: ModelSource | None = None
+    tokenizer_source: ModelSource | None = None
+
+    def close(self) -> None:
+        """Close the input's files."""
+        if self.inputs is not None:
+            self.inputs.close()
+
+
+def check_job(spec: JobSpec, report: Report, *, rows_for_ids: int) -> Prepared:
+    """Every check that needs no tokenizer.
+
+    Args:
+        spec: the job.
+        report: gets faults, notes and facts.
+        rows_for_ids: how many rows to look at for ids that occur twice, where a column holds them.
+    """
+    found = Prepared()
+    with report.check():
+        found.inputs = open_job_input(spec)
+    if found.inputs is not None:
+        with report.check():
+            found.prompt = bind_prompt(spec, found.inputs)
+        with report.check():
+            _check_output_columns(spec, found.inputs)
+        with report.check():
+            _check_rows(spec, found.inputs, report, rows_for_ids)
+    with report.check():
+        found.source, found.tokenizer_source = find_models(spec)
+    with report.check():
+        check_output_folder(spec)
+    return found
+
+
+def open_job_input(spec: JobSpec) -> InputSet:
+    """The rows of a job.
+
+    Raises:
+        UsageError, InputError: as `batchgen.data.source.open_input`.
+    """
+    from batchgen.data.source import open_input
+
+    return open_input(
+        spec.input.path,
+        format=spec.input.format,
+        id_column=None if spec.input.id == "auto" else spec.input.id,
+        unicode=spec.input.unicode,
+        on_truncated=spec.input.on_truncated,
+    )
+
+
+def bind_prompt(spec: JobSpec, inputs: InputSet) -> PromptSpec:
+    """The prompt section with its columns checked against the input's.
+
+    Raises:
+        UsageError: a column that the prompt needs is not there.
+    """
+    from batchgen.text.prompt_spec import PromptSpec
+
+    return PromptSpec.from_dict(spec.prompt.model_dump()).bind(inputs.columns())
+
+
+def find_models(spec: JobSpec) -> tuple[ModelSource, ModelSource | None]:
+    """Where the model and, if it is another one, the tokenizer lie.
+
+    Raises:
+        UsageError: nothing is there.
+    """
+    from batchgen.models.source import find_model
+
+    return find_model(spec.model.path), find_model(spec.model.tokenizer) if spec.model.tokenizer else None
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer:
+    """A model's tokenizer, without any weights.
+
+    Raises:
+        UsageError: there is none that loads.
+    """
+    from batchgen.text.tokenizer import Tokenizer
+
+    return Tokenizer.load(str(source.tokenizer_folder()))
+
+
+def check_prompt(spec: JobSpec, prompt: PromptSpec, tokenizer: Tokenizer, report: Report) -> None:
+    """Render the job's own roles, and look at what only the tokenizer knows."""
+    from batchgen.text.prompt import PromptRenderer
+
+    with report.check():
+        renderer = PromptRenderer(prompt, tokenizer)
+        renderer.probe()
+        report.notes += renderer.notes
+    for token_id in spec.sampling.stop_token_ids:
+        if token_id >= tokenizer.vocab_size:
+            report.faults.append(
+                UsageError(
+                    f"sampling.stop_token_ids: {token_id} is not a token id of this tokenizer; "
+                    f"use ids from 0 to {tokenizer.vocab_size - 1}"
+                )
+            )
+
+
+def check_output_folder(spec: JobSpec) -> None:
+    """The output folder can be written, or made.
+
+    Raises:
+        UsageError: something else than a folder is there.
+        StorageError: no permission, or less space than `run.min_free_disk`.
+    """
+    folder = spec.output_folder
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        raise UsageError(f"output.path: {existing} is a file; give a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise StorageError(
+            f"output.path: no permission to write in {existing}; allow it or choose another output.path"
+        )
+    free = shutil.disk_usage(existing).free
+    if free < spec.run.min_free_disk:
+        raise StorageError(
+            f"output.path: {existing} has {free:,} bytes free and run.min_free_disk asks for "
+            f"{spec.run.min_free_disk:,}; free some space or lower run.min_free_disk"
+        )
+
+
+def _check_output_columns(spec: JobSpec, inputs: InputSet) -> None:
+    from batchgen.data.results import plan_output
+
+    plan_output(
+        inputs,
+        format=spec.output.format,
+        columns=spec.input.columns,
+        renames=spec.output.columns,
+        include=spec.output.include,
+    )
+
+
+@dataclass(slots=True)
+class _Scan:
+    """What the first rows hold. `twice` names pairs of rows with one id."""
+
+    read: int = 0
+    bad: int = 0
+    first_bad: str = ""
+    twice: list[str] = field(default_factory=list)
+
+
+def _scan(inputs: InputSet, limit: int, *, with_ids: bool) -> _Scan:
+    scan = _Scan()
+    seen: dict[str, str] = {}
+    for row in islice(inputs.rows(), limit):
+        scan.read += 1
+        if row.error is not None:
+            scan.bad += 1
+            scan.first_bad = scan.first_bad or f"{_place(row)}: {row.error.message}"
+        elif with_ids and row.id in seen:
+            scan.twice.append(f"id {row.id!r} at {seen[row.id]} and {_place(row)}")
+        elif with_ids:
+            seen[row.id] = _place(row)
+    return scan
+
+
+def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> None:
+    """Look at the first rows: those that are bad, and, where a column holds ids, those that occur twice."""
+    from batchgen.data.source import WINDOW_ROWS
+
+    with_ids = spec.input.id != "auto"
+    limit = min(spec.input.limit or most, most if with_ids else WINDOW_ROWS)
+    scan = _scan(inputs, limit, with_ids=with_ids)
+    report.facts |= {"rows_read": scan.read, "bad_rows": scan.bad, "columns": list(inputs.columns())}
+    report.notes += inputs.notes
+    if not scan.read:
+        report.notes.append("the input has no rows")
+    if scan.bad:
+        fate = "becomes an error row" if spec.input.on_bad_row == "record" else "will stop the job"
+        report.notes.append(
+            f"{scan.bad} of the first {scan.read:,} rows cannot be read and each {fate}; {scan.first_bad}"
+        )
+    if with_ids and scan.read == most:
+        report.notes.append(f"only the first {most:,} rows were checked for ids that occur twice")
+    if scan.twice:
+        more = f" and {len(scan.twice) - 3} more" if len(scan.twice) > 3 else ""
+        raise UsageError(
+            f"input.id: ids must be distinct, but {'; '.join(scan.twice[:3])}{more}; "
+            "remove one of each pair, or set input.id: auto to number the rows"
+        )
+
+
+def _place(row: Row) -> str:
+    return f"{row.file} line {row.line}" if row.line else f"{row.file} row {row.ordinal}"

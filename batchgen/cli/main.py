@@ -1,0 +1,78 @@
+"""The `batchgen` command: finds the verb, turns its errors into messages and exit codes.
+
+The entry point of the package. A verb's module is imported only when it is called or listed, and those
+modules import everything heavy inside their functions, so that `batchgen --help` is immediate.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Sequence
+
+import click
+
+import batchgen
+from batchgen.cli.terminal import safe
+from batchgen.types import BatchgenError
+
+VERBS = ("validate", "show", "version")
+SECOND_INTERRUPT = 130
+
+
+class _Verbs(click.Group):
+    """A group whose commands are the modules named in `VERBS`, each with a `command`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in VERBS:
+            return None
+        command: click.Command = importlib.import_module(f"batchgen.cli.{name}").command
+        return command
+
+
+@click.command(
+    cls=_Verbs,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Exit codes: 0 done, 1 a bug, 2 usage or job file, 3 input, 4 the job differs from its "
+    "folder, 5 storage, 6 another process owns the run, 7 engine, 8 finished with faults, 75 run it again.",
+)
+@click.version_option(batchgen.__version__, prog_name="batchgen")
+def group() -> None:
+    """Offline batch inference for language models: every row exactly once, resumable to the byte.
+
+    Running the same line again always means: continue.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (default: the process's own) and return the exit code."""
+    try:
+        result = group.main(args=arguments, prog_name="batchgen", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.Abort:
+        return SECOND_INTERRUPT
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except BatchgenError as error:
+        _complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return SECOND_INTERRUPT
+    except SystemExit:
+        # click's answer when whoever read our output has gone, as in `batchgen status out | head -1`.
+        return 0
+    except Exception:
+        traceback.print_exc()
+        _complain(
+            f"this is a bug in batchgen {batchgen.__version__}; please report it with the lines above. "
+            "Finished rows are safe: the same command continues where it stopped."
+        )
+        return 1
+
+
+def _complain(message: str) -> None:
+    click.echo(f"batchgen: {safe(message)}", err=True)

@@ -1,0 +1,74 @@
+"""`batchgen validate`: everything that can be known to be wrong before weights are loaded, in seconds."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from batchgen.cli.options import AS_JSON, JOB, SET, print_json
+
+if TYPE_CHECKING:
+    from batchgen.cli.checks import Report
+
+
+@click.command("validate", short_help="Check a job: file, paths, columns, template, permissions; no weights.")
+@JOB
+@SET
+@AS_JSON
+def command(job: Path, sets: tuple[str, ...], as_json: bool) -> int:
+    """Check a job in seconds, without loading any weights.
+
+    Looks at the job file, the input and its columns, the model's files, the chat template with the job's own
+    roles, and whether the output folder can be written. Reports everything that is wrong at once.
+    """
+    report = _report(job, sets)
+    if as_json:
+        print_json(_to_json(report))
+    else:
+        _print(report)
+    return report.exit_code
+
+
+def _report(job: Path, sets: tuple[str, ...]) -> Report:
+    from batchgen.cli import checks
+    from batchgen.job.load import load_job
+
+    report = checks.Report()
+    with report.check():
+        spec = load_job(job, sets)
+        report.notes += spec.notes
+        with closing(checks.check_job(spec, report, rows_for_ids=checks.ROWS_FOR_IDS)) as found:
+            source = found.tokenizer_source or found.source
+            if source is not None and found.prompt is not None:
+                checks.check_prompt(spec, found.prompt, checks.load_tokenizer(source), report)
+    return report
+
+
+def _to_json(report: Report) -> dict[str, object]:
+    from batchgen.job.faults import JobFileError
+
+    faults = []
+    for fault in report.faults:
+        messages = fault.faults if isinstance(fault, JobFileError) else [str(fault)]
+        faults += [{"exit_code": fault.exit_code, "message": message} for message in messages]
+    return {
+        "ok": not faults,
+        "exit_code": report.exit_code,
+        "faults": faults,
+        "notes": report.notes,
+        **report.facts,
+    }
+
+
+def _print(report: Report) -> None:
+    from batchgen.cli.terminal import safe
+
+    for note in report.notes:
+        click.echo(safe(f"note: {note}"), err=True)
+    for fault in report.faults:
+        click.echo(safe(f"batchgen: {fault}"), err=True)
+    if not report.faults:
+        click.echo("valid: nothing found that would stop this job", err=True)

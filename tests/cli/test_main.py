@@ -1,0 +1,121 @@
+"""The command line as a whole: what it loads, how errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+import batchgen
+from batchgen.cli import main as cli
+from batchgen.cli import version
+from batchgen.cli.terminal import safe
+from batchgen.types import DriftError
+
+HEAVY = ("torch", "pyarrow", "transformers", "pydantic", "numpy", "yaml", "numba", "datasets")
+ROOT = Path(batchgen.__file__).parent.parent
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["validate", "-h"], ["--version"]])
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys; from batchgen.cli.main import main; code = main(sys.argv[1:]);"
+        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "[]\n"
+    assert "batchgen" in done.stdout
+
+
+def test_help_lists_every_verb_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for verb in cli.VERBS:
+        assert f"  {verb} " in text
+    assert "Exit codes" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["validate"], "Missing argument 'JOB'"),
+        (["validate", "job.yaml", "--fast"], "No such option"),
+        (["show", "job.yaml", "--row", "-1"], "-1 is not in the range"),
+        (["show", "job.yaml", "--row", "1", "--id", "x"], "give one of them"),
+    ],
+)
+def test_a_wrong_command_line_is_exit_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def _raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    @click.command("version")
+    def broken() -> None:
+        raise error
+
+    monkeypatch.setattr(version, "command", broken)
+    return cli.main(["version"])
+
+
+def test_a_known_error_is_a_sentence_and_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _raising(DriftError("the model \x1b[2J differs"), monkeypatch) == 4
+    assert capsys.readouterr().err == "batchgen: the model \\x1b[2J differs\n"
+
+
+def test_a_bug_is_exit_1_with_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _raising(KeyError("gone"), monkeypatch) == 1
+    text = capsys.readouterr().err
+    assert "Traceback" in text
+    assert f"this is a bug in batchgen {batchgen.__version__}" in text
+
+
+def test_ctrl_c_is_exit_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _raising(KeyboardInterrupt(), monkeypatch) == 130
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m batchgen version | true; echo ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_version_names_what_results_depend_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"batchgen      {batchgen.__version__}\n")
+    assert "torch" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain ä 漢 🙂\n\ttab", "plain ä 漢 🙂\n\ttab"),
+        ("a\u00a0b\u3000c", "a\u00a0b\u3000c"),
+        ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
+        ("\x9b31m\r", "\\x9b31m\\r"),
+        ("a\u202eb\u2028", "a\\u202eb\\u2028"),
+        ("\ud83d", "\\ud83d"),
+    ],
+)
+def test_text_for_a_terminal_cannot_steer_it(text: str, shown: str) -> None:
+    assert safe(text) == shown

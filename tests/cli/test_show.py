@@ -1,0 +1,66 @@
+"""`batchgen show`: the prompt of one row, its ids, the sampling in effect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from batchgen.cli.main import main
+
+Write = Callable[..., str]
+Captured = pytest.CaptureFixture[str]
+
+
+def test_a_row_as_the_model_sees_it(write_job: Write, capsys: Captured) -> None:
+    assert main(["show", write_job('prompt: {user: "{{ prompt }}!"}\n'), "--row", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(
+        "row 1, id 'prompts.jsonl:1', prompts.jsonl line 2\n\nprompt\n<|im_start|>user\nho!<|im_end|>\n"
+    )
+    assert "\n22 tokens (* special)\n      0      257 * <|im_start|>\n" in text
+    assert "  temperature: 0.6\n" in text
+    assert "  max_tokens: 256\n" in text
+
+
+def test_the_same_as_json(write_job: Write, capsys: Captured) -> None:
+    job = write_job("sampling: {temperature: 0.1}\n")
+    assert main(["show", job, "--id", "prompts.jsonl:0", "--set", "sampling.seed=9", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["row"], shown["error"]) == (0, None)
+    assert shown["tokens"][0] == {"id": 257, "token": "<|im_start|>", "special": True}
+    assert (shown["sampling"]["temperature"], shown["sampling"]["top_p"]) == (0.1, 0.9)
+    assert shown["sampling"]["seed"] == 9
+
+
+def test_defaults_of_the_model_can_be_left_out(write_job: Write, capsys: Captured) -> None:
+    assert main(["show", write_job(), "--json", "--set", "model.generation_defaults=none"]) == 0
+    assert json.loads(capsys.readouterr().out)["sampling"]["temperature"] == 0.0
+
+
+def test_a_row_that_cannot_run_says_why(write_job: Write, capsys: Captured) -> None:
+    job = write_job(rows='{"prompt": null}\n{broken\n')
+    assert main(["show", job, "--row", "0"]) == 0
+    assert "error null_prompt: column 'prompt' is null" in capsys.readouterr().out
+    assert main(["show", job, "--row", "1"]) == 0
+    assert "error invalid_json: " in capsys.readouterr().out
+
+
+def test_what_a_row_holds_cannot_steer_the_terminal(write_job: Write, capsys: Captured) -> None:
+    assert main(["show", write_job(rows='{"prompt": "\\u001b[2J"}\n')]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert "\\x1b[2J" in text
+
+
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        (["--row", "2"], "--row 2: the input has 2 rows, numbered from 0"),
+        (["--id", "x"], "--id x: none of the 2 rows has this id"),
+    ],
+)
+def test_a_row_that_is_not_there(write_job: Write, capsys: Captured, which: list[str], said: str) -> None:
+    assert main(["show", write_job(), *which]) == 2
+    assert said in capsys.readouterr().err

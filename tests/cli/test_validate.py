@@ -1,0 +1,141 @@
+"""`batchgen validate`: each fault by its sentence and exit code, all of them at once, no weights."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen.cli.main import main
+
+Write = Callable[..., str]
+Captured = pytest.CaptureFixture[str]
+NO_SYSTEM = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+def test_a_good_job(write_job: Write, capsys: Captured) -> None:
+    assert main(["validate", write_job()]) == 0
+    assert capsys.readouterr().err == "valid: nothing found that would stop this job\n"
+    assert not Path("out").exists()
+
+
+def test_the_answer_as_json(write_job: Write, capsys: Captured) -> None:
+    assert main(["validate", write_job(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "ok": True,
+        "exit_code": 0,
+        "faults": [],
+        "notes": [],
+        "rows_read": 2,
+        "bad_rows": 0,
+        "columns": ["prompt"],
+    }
+
+
+def test_faults_of_different_kinds_come_together(write_job: Write, capsys: Captured) -> None:
+    job = write_job('prompt: {user: "{{ body }}"}\nsampling: {stop_token_ids: [999]}\n')
+    arguments = ["validate", job, "--json", "--set", "output.path=job.yaml", "--set", "input.columns=[gone]"]
+    assert main(arguments) == 2
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert [fault["message"].split(":")[0] for fault in faults] == [
+        "prompt.user",
+        "input.columns",
+        "output.path",
+    ]
+    assert {fault["exit_code"] for fault in faults} == {2}
+
+
+def test_every_fault_of_the_file_is_an_entry(write_job: Write, capsys: Captured) -> None:
+    assert main(["validate", write_job("sampling: {n: 2, top_p: 3}\n"), "--json"]) == 2
+    messages = [fault["message"] for fault in json.loads(capsys.readouterr().out)["faults"]]
+    assert [message[:24] for message in messages] == ["job.yaml:4:12: sampling.", "job.yaml:4:25: sampling."]
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "said"),
+    [
+        ("input=gone.jsonl", 3, "gone.jsonl"),
+        ("prompt.messages=chat", 2, "prompt.messages: the input has no column 'chat'"),
+        ("input.id=key", 2, "input.id"),
+        ("model=./gone", 2, "model.path"),
+        (
+            "sampling.stop_token_ids=[5, 100000]",
+            2,
+            "sampling.stop_token_ids: 100000 is not a token id of this",
+        ),
+        ("output.path=prompts.jsonl/x", 2, "prompts.jsonl is a file; give a folder"),
+        ("run.min_free_disk=1000TB", 5, "free some space or lower run.min_free_disk"),
+    ],
+)
+def test_one_fault(write_job: Write, capsys: Captured, setting: str, code: int, said: str) -> None:
+    job = write_job(rows='{"prompt": "hi"}\n')
+    if setting.startswith("input.id"):
+        pq.write_table(pa.table({"prompt": ["a"]}), "a.parquet")
+        assert main(["validate", job, "--set", "input=a.parquet", "--set", setting]) == code
+    else:
+        assert main(["validate", job, "--set", setting]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_no_permission_on_the_parent_of_the_output(
+    write_job: Write, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked")
+    job = write_job()
+    Path("locked").mkdir()
+    assert main(["validate", job, "--set", "output.path=locked/deep/out"]) == 5
+    assert "no permission to write in" in capsys.readouterr().err
+
+
+def test_ids_that_occur_twice_are_named_by_line(write_job: Write, capsys: Captured) -> None:
+    rows = "".join(json.dumps({"prompt": "x", "key": key}) + "\n" for key in ("a", "b", "a"))
+    assert main(["validate", write_job(rows=rows), "--set", "input.id=key"]) == 2
+    assert "id 'a' at prompts.jsonl line 1 and prompts.jsonl line 3" in capsys.readouterr().err
+
+
+def test_rows_that_cannot_be_read_are_a_note(write_job: Write, capsys: Captured) -> None:
+    assert main(["validate", write_job(rows='{"prompt": "a"}\n{broken\n')]) == 0
+    said = capsys.readouterr().err
+    assert (
+        "note: 1 of the first 2 rows cannot be read and each becomes an error row; prompts.jsonl line 2"
+        in said
+    )
+
+
+def test_corrupt_input_is_exit_3(write_job: Write, capsys: Captured) -> None:
+    job = write_job()
+    pq.write_table(pa.table({"prompt": ["a"]}), "a.parquet")
+    Path("a.parquet").write_bytes(Path("a.parquet").read_bytes()[:-8])
+    assert main(["validate", job, "--set", "input=a.parquet"]) == 3
+    assert "a.parquet" in capsys.readouterr().err
+    Path("b.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 9)[:-20])
+    assert main(["validate", job, "--set", "input=b.jsonl.gz"]) == 3
+    assert "b.jsonl.gz" in capsys.readouterr().err
+
+
+def test_a_template_without_a_system_turn(write_job: Write, capsys: Captured) -> None:
+    job = write_job("prompt: {system: Be brief}\n")
+    Path("no_system.jinja").write_text(NO_SYSTEM + "{{ m.content }}{% endfor %}")
+    arguments = ["validate", job, "--set", "prompt.chat_template=no_system.jinja"]
+    assert main(arguments) == 2
+    assert "prompt.system_fallback: prepend_to_user" in capsys.readouterr().err
+    assert main([*arguments, "--set", "prompt.system_fallback=prepend_to_user"]) == 0
+
+
+def test_a_base_model_has_no_chat_template(
+    write_job: Write, tokenizer_folder: Path, capsys: Captured
+) -> None:
+    job = write_job()
+    Path("base").mkdir()
+    for file in tokenizer_folder.iterdir():
+        if not file.name.startswith("chat_template"):
+            (Path("base") / file.name).write_bytes(file.read_bytes())
+    assert main(["validate", job, "--set", "model=base"]) == 2
+    assert "prompt.mode: completion" in capsys.readouterr().err
+    assert main(["validate", job, "--set", "model=base", "--set", "prompt.mode=completion"]) == 0
