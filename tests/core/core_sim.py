@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from batchgen.core.block import KVCacheBlock
@@ -430,7 +431,7 @@ class Sim:
         pool.get_new_blocks = watched
 
 
-def random_run(seed: int, actions: int = 40, **changes: object) -> Sim:
+def random_run(seed: int, kinds: Sequence[str] = KINDS, actions: int = 40, **changes: object) -> Sim:
     """One simulation with random actions from a seed, run to its end; `changes` go to `SimConfig`."""
     rng = random.Random(seed)
     settings = {
@@ -442,15 +443,12 @@ def random_run(seed: int, actions: int = 40, **changes: object) -> Sim:
     }
     sim = Sim(SimConfig(**{**settings, **changes}))
     for _ in range(actions):
-        _random_action(sim, rng)
+        _random_action(sim, rng, rng.choice(kinds))
     sim.drain()
     return sim
 
 
-def _random_action(sim: Sim, rng: random.Random) -> None:
-    kind = rng.choice(
-        ["add"] * 6 + ["step"] * 8 + ["fork", "fail", "poison", "abort", "in flight", "preempt"]
-    )
+def _random_action(sim: Sim, rng: random.Random, kind: str) -> None:
     if kind == "add":
         sim.add(
             [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 8))],
