@@ -1,0 +1,205 @@
+"""Progress of a run for people and programs. `run` makes one and hands it to the supervisor.
+
+    bar     one line on a terminal, weighted by tokens
+    plain   a line each 30 seconds, for logs
+    json    an object a line each second, notes too
+    none    only notes
+
+Everything goes to stderr, and nothing that a row or a model wrote can steer the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+from batchgen.cli.terminal import safe
+from batchgen.job.snapshot import Progress, Snapshot
+
+PLAIN_SECONDS = 30.0
+JSON_SECONDS = 1.0
+RATE_SECONDS = 30.0
+
+
+def make_progress(mode: str, stream: TextIO | None = None) -> Progress:
+    """What shows progress in this mode; `auto` is a bar on a terminal and plain lines elsewhere."""
+    stream = stream or sys.stderr
+    if mode == "auto":
+        mode = "bar" if stream.isatty() else "plain"
+    kinds: dict[str, type[_Lines | _Bar]] = {"bar": _Bar, "plain": _Plain, "json": _Json, "none": _Lines}
+    return kinds[mode](stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a snapshot means: speeds over the last half minute, shares, and the time that is left.
+
+    Args:
+        tokens_in, tokens_out: a second.
+        cached_share: of the prompt tokens, those found in the prefix cache.
+        done_share: of the work, by tokens; None while the number of rows is not known.
+        seconds_left: None while it cannot be told.
+    """
+
+    tokens_in: float = 0.0
+    tokens_out: float = 0.0
+    cached_share: float = 0.0
+    done_share: float | None = None
+    seconds_left: float | None = None
+
+
+class Meter:
+    """Turns snapshots into `Rates`."""
+
+    def __init__(self) -> None:
+        self._recent: deque[Snapshot] = deque()
+
+    def add(self, snapshot: Snapshot) -> Rates:
+        """Take the next snapshot."""
+        self._recent.append(snapshot)
+        while len(self._recent) > 2 and snapshot.seconds - self._recent[1].seconds >= RATE_SECONDS:
+            self._recent.popleft()
+        first = self._recent[0]
+        elapsed = snapshot.seconds - first.seconds
+        if elapsed <= 0:
+            return Rates(cached_share=_share(snapshot), done_share=_done(snapshot))
+        speed = (snapshot.tokens - first.tokens) / elapsed
+        left = _tokens_left(snapshot)
+        return Rates(
+            tokens_in=(snapshot.prompt_tokens - first.prompt_tokens) / elapsed,
+            tokens_out=(snapshot.output_tokens - first.output_tokens) / elapsed,
+            cached_share=_share(snapshot),
+            done_share=_done(snapshot),
+            seconds_left=left / speed if left is not None and speed > 0 else None,
+        )
+
+
+def _share(snapshot: Snapshot) -> float:
+    return snapshot.cached_tokens / snapshot.prompt_tokens if snapshot.prompt_tokens else 0.0
+
+
+def _tokens_left(snapshot: Snapshot) -> float | None:
+    """Rows that are left, each as long as those of this attempt, counting what is half done as half a row."""
+    begun = snapshot.rows_final - snapshot.rows_before + snapshot.running / 2
+    if snapshot.rows_total is None or begun <= 0:
+        return None
+    left = snapshot.rows_total - snapshot.rows_final - snapshot.running / 2
+    return max(left, 0.0) * snapshot.tokens / begun
+
+
+def _done(snapshot: Snapshot) -> float | None:
+    if not snapshot.rows_total:
+        return None
+    return min((snapshot.rows_final + snapshot.running / 2) / snapshot.rows_total, 1.0)
+
+
+def describe(snapshot: Snapshot, rates: Rates) -> str:
+    """One line, the same for the bar and the log."""
+    total = "?" if snapshot.rows_total is None else f"{snapshot.rows_total:,}"
+    parts = [f"{snapshot.rows_final:,}/{total} rows"]
+    parts.append(f"{snapshot.rows_ok:,} ok")
+    parts.append(f"{snapshot.rows_error:,} failed")
+    if snapshot.rows_skipped:
+        parts.append(f"{snapshot.rows_skipped:,} skipped")
+    parts.append(f"{rates.tokens_in:,.0f} tok/s in, {rates.tokens_out:,.0f} out")
+    parts.append(f"{rates.cached_share:.0%} prefix hits")
+    parts.append(f"ETA {_clock(rates.seconds_left)}")
+    return ", ".join(parts)
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class _Lines:
+    """Only notes; the base of what writes lines."""
+
+    every = float("inf")
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._meter = Meter()
+        self._shown: Snapshot | None = None
+        self._last: Snapshot | None = None
+
+    def update(self, snapshot: Snapshot) -> None:
+        rates = self._meter.add(snapshot)
+        self._last = snapshot
+        before = self._shown
+        if (
+            before is None
+            or snapshot.stage != before.stage
+            or snapshot.seconds - before.seconds >= self.every
+        ):
+            self._shown = snapshot
+            self._show(snapshot, rates)
+
+    def note(self, text: str) -> None:
+        self._write(safe(text))
+
+    def close(self) -> None:
+        if self._last is not None and self._last is not self._shown:
+            self._show(self._last, self._meter.add(self._last))
+
+    def _show(self, snapshot: Snapshot, rates: Rates) -> None:
+        """Nothing: progress was not asked for."""
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+class _Plain(_Lines):
+    every = PLAIN_SECONDS
+
+    def _show(self, snapshot: Snapshot, rates: Rates) -> None:
+        self._write(f"[{_clock(snapshot.seconds)}] {safe(snapshot.stage)}: {describe(snapshot, rates)}")
+
+
+class _Json(_Lines):
+    every = JSON_SECONDS
+
+    def note(self, text: str) -> None:
+        self._write(json.dumps({"note": text}))
+
+    def _show(self, snapshot: Snapshot, rates: Rates) -> None:
+        self._write(json.dumps({**asdict(snapshot), **asdict(rates)}, allow_nan=False))
+
+
+class _Bar:
+    """A tqdm bar of a thousand steps; its length is the share of tokens, its text is ours."""
+
+    STEPS = 1000
+
+    def __init__(self, stream: TextIO) -> None:
+        from tqdm import tqdm
+
+        self._stream = stream
+        self._meter = Meter()
+        self._bar: Any = tqdm(
+            total=self.STEPS,
+            file=stream,
+            dynamic_ncols=True,
+            leave=True,
+            bar_format="{percentage:3.0f}%|{bar:20}| {desc}",
+        )
+
+    def update(self, snapshot: Snapshot) -> None:
+        rates = self._meter.add(snapshot)
+        running = snapshot.stage == "running"
+        self._bar.n = round((rates.done_share or 0.0) * self.STEPS)
+        text = describe(snapshot, rates)
+        self._bar.set_description_str(text if running else f"{safe(snapshot.stage)}: {text}", refresh=True)
+
+    def note(self, text: str) -> None:
+        self._bar.write(safe(text), file=self._stream)
+
+    def close(self) -> None:
+        self._bar.close()

@@ -1,0 +1,33 @@
+"""What an engine worker is told of a job: the `config` of its `start` message.
+
+`run` makes it and hands it to the supervisor, which adds what belongs to an attempt (`pinned`, `counters`).
+Plain values only, so that it can cross a process border without pickle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchgen.job.spec import JobSpec
+from batchgen.text.prompt_spec import PromptSpec
+
+
+def worker_config(spec: JobSpec, prompt: PromptSpec) -> dict[str, Any]:
+    """The part of a job that an engine worker needs.
+
+    Args:
+        spec: the job.
+        prompt: its prompt section, bound to the input's columns.
+    """
+    engine = spec.engine.model_dump(mode="json", exclude={"device"})
+    for key in ("max_num_batched_tokens", "max_num_seqs", "block_size", "kv_cache_memory"):
+        engine[key] = None if engine[key] == "auto" else engine[key]
+    return {
+        "model": spec.model.path,
+        "tokenizer": spec.model.tokenizer,
+        "generation_defaults": spec.model.generation_defaults,
+        "prompt": prompt.to_dict(),
+        "sampling": spec.sampling.model_dump(mode="json"),
+        "order": spec.run.order,
+        "engine": {"dtype": spec.model.dtype, "max_model_len": spec.model.max_model_len, **engine},
+    }

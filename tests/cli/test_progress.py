@@ -1,0 +1,112 @@
+"""Progress lines: rates, the estimate of the time left, when a line is written, what can be in it."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from batchgen.cli.progress import Meter, describe, make_progress
+from batchgen.job.snapshot import Snapshot
+
+START = Snapshot(stage="running", rows_total=100, rows_ok=20, rows_before=20)
+LATER = replace(
+    START,
+    rows_ok=28,
+    rows_error=2,
+    prompt_tokens=900,
+    cached_tokens=450,
+    output_tokens=100,
+    seconds=10.0,
+)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_time_left_is_weighted_by_tokens() -> None:
+    meter = Meter()
+    meter.add(START)
+    rates = meter.add(LATER)
+    assert (rates.tokens_in, rates.tokens_out, rates.cached_share) == (90.0, 10.0, 0.5)
+    assert rates.done_share == 0.3
+    assert rates.seconds_left == pytest.approx(70.0)
+    assert describe(LATER, rates) == (
+        "30/100 rows, 28 ok, 2 failed, 90 tok/s in, 10 out, 50% prefix hits, ETA 1:10"
+    )
+
+
+def test_rates_are_those_of_the_last_half_minute() -> None:
+    meter = Meter()
+    for second in range(100):
+        tokens = 1000 * min(second, 50)
+        rates = meter.add(replace(START, output_tokens=tokens, seconds=float(second)))
+    assert rates.tokens_out == 0.0
+    assert rates.seconds_left is None
+
+
+def test_what_is_not_known_yet_is_a_question_mark() -> None:
+    snapshot = Snapshot(stage="running")
+    assert describe(snapshot, Meter().add(snapshot)) == (
+        "0/? rows, 0 ok, 0 failed, 0 tok/s in, 0 out, 0% prefix hits, ETA ?"
+    )
+
+
+def test_plain_lines_come_each_half_minute_and_at_the_end() -> None:
+    stream = io.StringIO()
+    progress = make_progress("auto", stream)
+    progress.note("a note\x1b[2J")
+    for second in range(0, 65, 5):
+        progress.update(replace(START, seconds=float(second)))
+    progress.update(replace(START, stage="stopping", seconds=66.0))
+    progress.update(replace(START, stage="stopping", seconds=67.0))
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "a note\\x1b[2J"
+    assert [line.split(": ")[0] for line in lines[1:]] == [
+        "[0:00] running",
+        "[0:30] running",
+        "[1:00] running",
+        "[1:06] stopping",
+        "[1:07] stopping",
+    ]
+
+
+def test_json_is_an_object_a_line() -> None:
+    stream = io.StringIO()
+    progress = make_progress("json", stream)
+    progress.note("hello\n")
+    progress.update(START)
+    progress.update(LATER)
+    progress.close()
+    note, first, second = map(json.loads, stream.getvalue().splitlines())
+    assert note == {"note": "hello\n"}
+    assert first["seconds_left"] is None
+    assert (second["rows_ok"], second["tokens_out"], second["done_share"]) == (28, 10.0, 0.3)
+
+
+def test_none_shows_notes_only() -> None:
+    stream = io.StringIO()
+    progress = make_progress("none", stream)
+    progress.update(START)
+    progress.note("x")
+    progress.close()
+    assert stream.getvalue() == "x\n"
+
+
+def test_a_terminal_gets_one_bar() -> None:
+    stream = _Terminal()
+    progress = make_progress("auto", stream)
+    progress.update(replace(START, stage="loading\x07 the model"))
+    progress.note("x\x1b")
+    progress.update(LATER)
+    progress.close()
+    text = stream.getvalue()
+    assert "30%|" in text
+    assert "28 ok" in text
+    assert "x\\x1b\n" in text
+    assert "\x07" not in text
