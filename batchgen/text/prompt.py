@@ -97,8 +97,6 @@ class PromptRenderer:
             "set prompt.chat_template_kwargs: {date_string: …} if the template reads it",
         )
 
-    # Before the run
-
     def probe(self, columns: Iterable[str] | None = None) -> None:
         """Render the job's own roles with made-up text, so that what fails for every row fails now.
 
@@ -130,7 +128,7 @@ class PromptRenderer:
 
     def _try(self, setting: str, what: str, turns: list[chat.Message]) -> None:
         try:
-            self._render_chat(turns, continue_final_message=len(turns) > 1)
+            self._render_chat(turns, continue_final_message=turns[-1]["role"] == "assistant")
         except Exception as error:
             raise UsageError(f"{setting}: the chat template {what} ({_said(error)})") from error
 
@@ -147,8 +145,6 @@ class PromptRenderer:
         except Exception as error:
             return _said(error)
         return None if text in rendered else "it leaves its text out"
-
-    # Rows
 
     def prepare_batch(
         self, rows: Sequence[tuple[int, Mapping[str, Any]]], max_model_len: int

@@ -63,7 +63,7 @@ def test_marked_text_has_no_control_id_and_reads_the_same(make, text):
     (ids,) = control.encode_marked([(control.mark(text, marker), marker)])
     assert control_ids(tokenizer, ids) == []
     if "�" not in tokenizer.decode(ids) and tokenizer.hf.unk_token_id not in ids:
-        assert tokenizer.decode(ids).removeprefix(" ") == text.removeprefix(" ")
+        assert tokenizer.decode(ids).strip(" ") == text.strip(" ")
 
 
 @given(rows=st.lists(texts.filter(bool), min_size=1, max_size=3))

@@ -37,9 +37,6 @@ def chatml(*turns: tuple[str, str], end: str = "<|im_start|>assistant\n") -> str
     return "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns) + end
 
 
-# Where the prompt is
-
-
 def test_columns_found_by_name():
     subject = renderer()
     expected = chatml(("user", "hello"))
@@ -93,9 +90,6 @@ def test_no_token_ids():
     assert error_of(renderer(mode="tokens"), {"prompt": []})[0] is ErrorClass.EMPTY_PROMPT
 
 
-# Messages however they are stored
-
-
 def test_arrow_nulls_are_dropped_at_every_depth():
     plain = [
         {"role": "user", "content": "hello"},
@@ -137,9 +131,6 @@ def test_messages_that_are_none(value, error_class):
     found, message = error_of(renderer(), {"messages": value})
     assert found is error_class
     assert error_class is ErrorClass.INVALID_UNICODE or "'messages'" in message
-
-
-# Faults stay in their row
 
 
 def test_null_and_empty_prompts():
@@ -241,9 +232,6 @@ def test_a_batch_is_its_rows():
     ]
 
 
-# System turn, prefill
-
-
 def test_system_turn():
     subject = renderer(system="Be {{ mood }}.", user="{{ q }}")
     assert text_of(subject, {"mood": "brief", "q": "hi"}) == chatml(("system", "Be brief."), ("user", "hi"))
@@ -293,9 +281,6 @@ def test_assistant_prefix_continues_the_final_message():
     assert error_of(subject, ends)[0] is ErrorClass.TEMPLATE
 
 
-# BOS
-
-
 def test_a_template_that_writes_bos_gets_no_second():
     tokenizer = byte_fallback()
     (prepared,) = prepare(renderer(tokenizer), {"prompt": "hello"})
@@ -318,9 +303,6 @@ def test_bos_inside_is_left_alone():
     tokenizer = with_template(byte_level(), CHATML.replace("<|im_end|>", "<|endoftext|>"))
     (prepared,) = prepare(renderer(tokenizer), {"messages": CHAT * 2})
     assert prepared.token_ids.count(tokenizer.bos_token_id) == 2
-
-
-# Before the run
 
 
 def test_probe_without_a_chat_template():
@@ -369,9 +351,6 @@ def test_a_template_that_writes_the_date_is_noted():
     assert renderer(chat_template=INST).notes == ()
 
 
-# The section
-
-
 @pytest.mark.parametrize(
     ("section", "message"),
     [
@@ -396,9 +375,6 @@ def test_sections_that_are_refused(section, message):
 
 def test_nulls_are_defaults():
     assert PromptSpec.from_dict({"mode": None, "system": None, "tools": None}) == PromptSpec.from_dict({})
-
-
-# For a person
 
 
 def test_explain_marks_special_tokens():
