@@ -6,6 +6,7 @@ format knows but this version does not implement is listed in `unavailable.py`, 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
@@ -78,6 +79,20 @@ def _distinct(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
+def _portable(value: dict[str, Any]) -> dict[str, Any]:
+    """What can be hashed as JSON and sent to a worker: no NaN, no lone surrogate, no endless integer."""
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    if not _fits(value):
+        raise ValueError("an integer of more than 64 bits")
+    return value
+
+
+def _fits(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return all(map(_fits, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
+
+
 def _renames(value: dict[str, str]) -> dict[str, str]:
     final = [value.get(name, name) for name in OUR_COLUMNS]
     if not set(value) <= set(OUR_COLUMNS) or not all(value.values()) or len(set(final)) != len(final):
@@ -91,7 +106,7 @@ Seconds = Annotated[float, BeforeValidator(parse_duration), AfterValidator(_not_
 PositiveSeconds = Annotated[float, BeforeValidator(parse_duration), AfterValidator(_positive)]
 Bytes = Annotated[int, BeforeValidator(parse_size), AfterValidator(_not_negative)]
 PositiveBytes = Annotated[int, BeforeValidator(parse_size), AfterValidator(_positive)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**62)]
 Auto = Literal["auto"]
 COUNT = "a whole number of 1 or more"
 DURATION = "a duration such as 20s, 5m or 1h30m, or seconds"
@@ -143,9 +158,9 @@ class PromptSection(Section):
     user: Annotated[Text | None, Rule("null or a template")] = None
     assistant_prefix: Annotated[Text | None, Rule("null or a text")] = None
     chat_template: Annotated[Text | None, Rule("null, a file, or a template")] = None
-    chat_template_kwargs: Annotated[dict[str, Any], Rule("a map of names to values")] = Field(
-        default_factory=dict
-    )
+    chat_template_kwargs: Annotated[
+        dict[str, Any], AfterValidator(_portable), Rule("a map of names to values that JSON knows")
+    ] = Field(default_factory=dict)
     system_fallback: Annotated[Literal["error", "prepend_to_user"], Rule("error or prepend_to_user")] = (
         "error"
     )
@@ -176,7 +191,7 @@ class SamplingSection(Section):
     min_tokens: Annotated[int, Field(ge=0), Rule("a whole number from 0 to max_tokens")] = 0
     stop: Annotated[Texts, Rule("a list of non-empty strings")] = ()
     stop_token_ids: Annotated[
-        tuple[Annotated[int, Field(ge=0)], ...],
+        tuple[Annotated[int, Field(ge=0, lt=2**62)], ...],
         BeforeValidator(_tuple),
         Rule("a list of token ids of 0 or more"),
     ] = ()
