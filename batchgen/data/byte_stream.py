@@ -15,8 +15,8 @@ from batchgen.types import InputError
 
 CHUNK_BYTES = 256 * 1024
 # A zstd block of 4 bytes can expand to 128 KiB and zstandard's decompressobj has no output limit,
-# so small pieces of input are what bounds a decompression bomb (to 32 MiB at a time).
-_ZSTD_INPUT_BYTES = 1024
+# so small pieces of input are what bounds a decompression bomb (to 16 MiB at a time).
+_ZSTD_INPUT_BYTES = 512
 
 
 class TruncatedStream(Exception):

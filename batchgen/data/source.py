@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from batchgen.data.identity import RowIdentity
 from batchgen.data.input_file import InputFile, find_files
@@ -162,6 +162,17 @@ class InputSet:
         """Closes parked readers; the set can still be read afterwards."""
         while self._parked:
             self._parked.pop().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # `_parked` is missing when the constructor refused the input.
+        if hasattr(self, "_parked"):
+            self.close()
 
     def _take(self, position: Position) -> _Reader:
         usable = [

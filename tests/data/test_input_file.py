@@ -1,0 +1,126 @@
+"""From paths in the job file to local files: globs, sniffing, and refusals that say what is supported."""
+
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+import zstandard
+from data_files import write
+
+from batchgen.data.input_file import find_files
+from batchgen.types import InputError, UsageError
+
+LINE = b'{"a": 1}\n'
+BOM = b"\xef\xbb\xbf"
+
+
+def found(path: str | list[str], format: str = "auto") -> list[tuple[str, str, str]]:
+    return [(file.name, file.format, file.compression) for file in find_files(path, format)]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("a.jsonl", LINE, ("jsonl", "none")),
+        ("a.jsonl", b"", ("jsonl", "none")),
+        ("a.ndjson", b"not json", ("jsonl", "none")),
+        ("a.JSONL", BOM + LINE, ("jsonl", "none")),
+        ("a.jsonl", gzip.compress(LINE), ("jsonl", "gzip")),
+        ("a.jsonl.gz", gzip.compress(LINE), ("jsonl", "gzip")),
+        ("a.jsonl.gz", zstandard.compress(LINE), ("jsonl", "zstd")),
+        ("a.jsonl.zst", b"\x50\x2a\x4d\x18\x00\x00\x00\x00" + zstandard.compress(LINE), ("jsonl", "zstd")),
+        ("a.jsonl.gz", LINE, ("jsonl", "none")),
+        ("a.jsonl.gz", b"", ("jsonl", "gzip")),
+        ("a.txt", b"\n " + LINE, ("jsonl", "none")),
+        ("data", BOM + LINE, ("jsonl", "none")),
+        ("a.parquet", b"PAR1...", ("parquet", "none")),
+        ("a.jsonl", b"PAR1...", ("parquet", "none")),
+        ("a.parquet", b"", ("parquet", "none")),
+    ],
+)
+def test_kind_by_magic_bytes_then_extension(
+    tmp_path: Path, name: str, data: bytes, expected: tuple[str, str]
+) -> None:
+    assert found(write(tmp_path, name, data)) == [(name, *expected)]
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.json", LINE),
+        ("a.csv", b"a,b\n"),
+        ("a.csv.gz", gzip.compress(b"a,b\n")),
+        ("a.txt", b"plain text"),
+        ("a.jsonl.bz2", b"BZh91AY"),
+        ("a.jsonl.xz", b"\xfd7zXZ\x00"),
+        ("a.zip", b"PK\x03\x04"),
+        ("a.arrow", b"ARROW1"),
+        ("a.jsonl", '{"a": 1}'.encode("utf-16")),
+    ],
+)
+def test_other_kinds_are_refused_with_what_is_supported(tmp_path: Path, name: str, data: bytes) -> None:
+    path = write(tmp_path, name, data)
+    with pytest.raises(UsageError, match=r"batchgen reads JSONL \(plain, .gz, .zst\) and Parquet for now"):
+        find_files(path)
+
+
+@pytest.mark.parametrize("url", ["hf://datasets/x", "s3://b/k.jsonl", "https://example.org/a.jsonl"])
+def test_remote_paths_are_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="not a local file"):
+        find_files(url)
+
+
+@pytest.mark.parametrize("format", ["json", "csv", "openai_batch", "xml"])
+def test_formats_are_refused(format: str) -> None:
+    with pytest.raises(UsageError, match=r"input\.format"):
+        find_files("a.jsonl", format)
+
+
+def test_a_given_format_overrides_the_extension(tmp_path: Path) -> None:
+    assert found(write(tmp_path, "a.json", LINE), "jsonl") == [("a.json", "jsonl", "none")]
+    assert found(write(tmp_path, "a.bin", b"x"), "parquet") == [("a.bin", "parquet", "none")]
+    with pytest.raises(UsageError, match="is Parquet, not jsonl"):
+        find_files(write(tmp_path, "b.parquet", b"PAR1"), "jsonl")
+
+
+def test_globs_are_sorted_and_lists_keep_their_order(tmp_path: Path) -> None:
+    for name in ("b10.jsonl", "b2.jsonl", "a.jsonl", "sub/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path, name, LINE)
+    (tmp_path / "b.jsonl").mkdir()
+    names = [name for name, _, _ in found([f"{tmp_path}/b*.jsonl", f"{tmp_path}/a.jsonl"])]
+    assert names == ["b10.jsonl", "b2.jsonl", "a.jsonl"]
+    assert [name for name, _, _ in found(f"{tmp_path}/**/c.jsonl")] == ["c.jsonl"]
+
+
+def test_a_file_whose_name_looks_like_a_glob(tmp_path: Path) -> None:
+    assert found(write(tmp_path, "a[1].jsonl", LINE)) == [("a[1].jsonl", "jsonl", "none")]
+
+
+def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    path = os.fsdecode(os.fsencode(str(tmp_path)) + b"/\xff.jsonl")
+    Path(path).write_bytes(LINE)
+    assert found(path) == [("\ufffd.jsonl", "jsonl", "none")]
+
+
+def test_what_is_missing_or_not_a_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none\.jsonl cannot be read: No such file"):
+        find_files(str(tmp_path / "none.jsonl"))
+    with pytest.raises(InputError, match="matches no file"):
+        find_files(f"{tmp_path}/*.jsonl")
+    with pytest.raises(UsageError, match="is a folder; name files or a glob"):
+        find_files(str(tmp_path))
+    with pytest.raises(UsageError, match="the list is empty"):
+        find_files([])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="not a regular file"):
+        find_files(str(tmp_path / "pipe"))
+
+
+def test_a_file_twice_and_mixed_formats(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.jsonl", LINE)
+    with pytest.raises(UsageError, match="listed twice"):
+        find_files([path, f"{tmp_path}/*.jsonl"])
+    with pytest.raises(UsageError, match="mixed formats are not supported"):
+        find_files([path, write(tmp_path, "b.parquet", b"PAR1")])

@@ -1,0 +1,116 @@
+"""Our own columns: names, order, types, renaming, and refusals that say what to write instead."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from data_files import jsonl, parquet
+
+from batchgen.data.prompt_values import prompt_values
+from batchgen.data.results import RowResult, plan_output
+from batchgen.data.source import open_input
+from batchgen.types import ErrorClass, RowError, UsageError
+
+
+def test_the_stable_schema(tmp_path: Path) -> None:
+    schema = plan_output(open_input(parquet(tmp_path, pa.table({"a": ["x"]})))).schema()
+    assert schema == pa.schema(
+        [
+            ("row", pa.int64()),
+            ("id", pa.string()),
+            ("a", pa.string()),
+            ("generated_text", pa.string()),
+            ("finish_reason", pa.string()),
+            ("stop_reason", pa.string()),
+            ("status", pa.string()),
+            ("error", pa.struct([("class", pa.string()), ("message", pa.string())])),
+            (
+                "usage",
+                pa.struct(
+                    [
+                        ("prompt_tokens", pa.int64()),
+                        ("completion_tokens", pa.int64()),
+                        ("truncated_tokens", pa.int64()),
+                    ]
+                ),
+            ),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("include", "absent"),
+    [([], {"usage", "finish_reason", "stop_reason"}), (["usage"], {"finish_reason", "stop_reason"})],
+)
+def test_include(tmp_path: Path, include: list[str], absent: set[str]) -> None:
+    names = plan_output(jsonl(tmp_path, "{}"), include=include).schema().names
+    full = plan_output(jsonl(tmp_path, "{}")).schema().names
+    assert set(full) - set(names) == absent
+
+
+def test_renaming(tmp_path: Path) -> None:
+    inputs = jsonl(tmp_path, '{"generated_text": "old"}')
+    plan = plan_output(inputs, renames={"generated_text": "summary", "row": "n"})
+    assert plan.schema().names[:5] == ["n", "id", "generated_text", "extra", "summary"]
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "message"),
+    [
+        (
+            '{"usage": 1}',
+            {},
+            r"'usage' has the name .* rename ours with output.columns: {usage: batchgen_usage}",
+        ),
+        ('{"id": 1}', {}, r"use it as the id with input.id: id, or rename ours"),
+        ('{"a": 1}', {"renames": {"status": "a"}}, r"input column 'a' .* {status: batchgen_status}"),
+        (
+            "{}",
+            {"renames": {"generated": "x"}},
+            r"'generated' is not a column of ours; did you mean 'generated_text'",
+        ),
+        ("{}", {"renames": {"row": "id"}}, r"'row' becomes 'id', which is taken"),
+        ("{}", {"include": ["prompt"]}, r"output.include: 'prompt' is not supported yet; use any of usage"),
+        ("{}", {"include": ["colour"]}, r"output.include: 'colour' is not known"),
+        ("{}", {"format": "csv"}, r"output.format: 'csv' is not supported; use parquet or jsonl"),
+        (
+            '{"text": 1}',
+            {"columns": ["txt"]},
+            r"no column 'txt' in its first 1,000 rows; did you mean 'text'",
+        ),
+        ('{"text": 1}', {"columns": ["zzz"]}, r"no column 'zzz' .*; there are text"),
+    ],
+)
+def test_refusals(tmp_path: Path, line: str, options: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_output(jsonl(tmp_path, line), **options)
+
+
+def test_columns_left_out_do_not_collide(tmp_path: Path) -> None:
+    plan = plan_output(jsonl(tmp_path, '{"usage": 1, "a": 2}'), columns=["a"])
+    assert plan.schema().names.count("usage") == 1
+
+
+def test_results_from_messages() -> None:
+    message = {
+        "status": "ok", "text": "x", "finish_reason": "stop", "stop_reason": 2, "error": None,
+        "usage": [1, 2, 0],
+    }  # fmt: skip
+    assert RowResult.from_message(message) == RowResult("ok", "x", "stop", "2", None, (1, 2, 0))
+    failed = {**message, "status": "error", "error": ["timeout", "late"], "usage": None}
+    result = RowResult.from_message(failed)
+    assert result.error == RowError(ErrorClass.TIMEOUT, "late")
+    assert result.usage is None
+
+
+def test_prompt_values_are_portable(tmp_path: Path) -> None:
+    members = '"big": 123456789012345678901234567890, "f": 1.50, "l": [18446744073709551616, {"b": true}]'
+    (row,) = jsonl(tmp_path, f'{{{members}, "n": null}}').rows()
+    values = prompt_values(row, ["big", "f", "l", "n", "absent"])
+    assert values == {
+        "big": "123456789012345678901234567890",
+        "f": 1.5,
+        "l": ["18446744073709551616", {"b": True}],
+        "n": None,
+    }
+    assert type(values["f"]) is float
