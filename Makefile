@@ -8,7 +8,7 @@ MODEL := build/SmolLM2-135M-Instruct.Q4_1.gguf
 HUMANEVAL := build/HumanEval.jsonl.gz
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit storm parity invariance properties bench-hf clean
+.PHONY: help venv demo test ci lint unit parity invariance bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,6 +46,15 @@ test: lint unit ## everything that must hold before a commit, under 10 minutes
 
 ci: test ## the longer suites too, under 60 minutes
 	$(BIN)/python -m pytest -m slow --timeout 1800
+
+parity: $(MODEL) $(HUMANEVAL) ## greedy output against transformers on 64 real prompts
+	BATCHGEN_PARITY_PROMPTS=64 $(BIN)/python -m pytest tests/parity/test_real_parity.py --timeout 3600
+
+invariance: $(MODEL) $(HUMANEVAL) ## bits of the real model under 200 random schedules
+	BATCHGEN_SCHEDULES=200 $(BIN)/python -m pytest tests/parity/test_real_invariance.py -s --timeout 7200
+
+bench: $(MODEL) $(HUMANEVAL) ## tokens/s beside transformers' generate, on an idle machine
+	$(BIN)/python tests/bench/versus_generate.py
 
 clean: ## remove what was built, not the virtual environment
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache
