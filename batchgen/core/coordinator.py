@@ -23,6 +23,7 @@ class KVCacheCoordinator:
     def __init__(self, config: KVCacheConfig, pool: BlockPool, max_chunk: int) -> None:
         self.block_size = config.block_size
         self.pool = pool
+        self.slides = any(group.spec.sliding_window is not None for group in config.groups)
         self.managers = tuple(
             make_manager(i, group.spec, config.block_size, pool, max_chunk)
             for i, group in enumerate(config.groups)
@@ -74,6 +75,15 @@ class KVCacheCoordinator:
             self.pool.touch(blocks)
         for manager, blocks in zip(self.managers, hit, strict=True):
             manager.open_table(request_id, blocks)
+
+    def covers(self, request_id: int, num_tokens: int) -> bool:
+        """Whether the tables have blocks for positions 0 to `num_tokens` already."""
+        # The tables of all groups are equally long.
+        return len(self.managers[0].tables[request_id].blocks) * self.block_size >= num_tokens
+
+    def num_registered(self, request_id: int) -> int:
+        """Leading blocks that have had their name set, the same in all groups."""
+        return self.managers[0].tables[request_id].num_registered
 
     def num_new_blocks(self, request_id: int, num_tokens: int) -> int:
         """Blocks that `allocate` would take now."""

@@ -109,8 +109,10 @@ class KVCacheManager:
         """Name the blocks that the first `num_tokens` known tokens fill; returns those named now."""
         if not self.prefix_caching:
             return []
-        extend_block_hashes(request, self.block_size)
         num_full = min(num_tokens, request.num_tokens) // self.block_size
+        if num_full <= self.coordinator.num_registered(request.request_id):
+            return []
+        extend_block_hashes(request, self.block_size)
         return self.coordinator.register(request.request_id, request.block_hashes, num_full)
 
     def unregister(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -191,7 +193,10 @@ class KVCacheManager:
 
     def _extend(self, request: Request, num_new_tokens: int) -> Copies | None:
         request_id, num_computed = request.request_id, request.num_computed_tokens
-        self.coordinator.free_skipped(request_id, num_computed)
+        if self.coordinator.slides:
+            self.coordinator.free_skipped(request_id, num_computed)
+        if not self._shared_tails and self.coordinator.covers(request_id, num_computed + num_new_tokens):
+            return []
         num_copies = len(self.coordinator.shared_tails(request_id, num_computed)) if self._shared_tails else 0
         needed = self.coordinator.num_new_blocks(request_id, num_computed + num_new_tokens)
         # Each copy takes a block that was set aside for it, so only the others must be available.
