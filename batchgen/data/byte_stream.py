@@ -38,17 +38,18 @@ class ByteStream(Protocol):
     def close(self) -> None: ...
 
 
-def open_stream(path: str, compression: str) -> ByteStream:
+def open_stream(path: str, compression: str, size: int) -> ByteStream:
     """Opens `path` as a stream of decompressed bytes.
 
     Args:
         path: a local file.
         compression: "none", "gzip" or "zstd".
+        size: bytes of the file when the job looked at it; what was appended since is not read.
 
     Raises:
         InputError: the file cannot be opened.
     """
-    source = _Source(path)
+    source = _Source(path, size)
     if compression == "none":
         return _PlainStream(source)
     decompress = {"gzip": _gunzip, "zstd": _unzstd}[compression]
@@ -56,10 +57,11 @@ def open_stream(path: str, compression: str) -> ByteStream:
 
 
 class _Source:
-    """The file as stored; `offset` counts the bytes read, for messages."""
+    """The file as stored, up to `size`; `offset` is that of the next byte."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, size: int) -> None:
         self.path = path
+        self.size = size
         self.offset = 0
         try:
             self.file: IO[bytes] = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
@@ -68,11 +70,20 @@ class _Source:
 
     def read(self) -> bytes:
         try:
-            data = self.file.read(CHUNK_BYTES)
+            data = self.file.read(max(0, min(CHUNK_BYTES, self.size - self.offset)))
         except OSError as e:
             raise InputError(f"{self.path}: cannot be read at byte {self.offset}: {e.strerror}") from e
+        if not data and self.offset < self.size:
+            raise InputError(
+                f"{self.path}: ends at byte {self.offset} but had {self.size} bytes when the job started; "
+                "restore it, and do not change input files while a job runs"
+            )
         self.offset += len(data)
         return data
+
+    def seek(self, offset: int) -> None:
+        self.file.seek(offset)
+        self.offset = offset
 
     def corrupt(self, kind: str, reason: Exception) -> InputError:
         start = max(0, self.offset - CHUNK_BYTES)
@@ -86,9 +97,7 @@ class _PlainStream:
     def __init__(self, source: _Source) -> None:
         self._source = source
         self.read_chunk = source.read
-
-    def seek(self, offset: int) -> None:
-        self._source.file.seek(offset)
+        self.seek = source.seek
 
     def close(self) -> None:
         self._source.file.close()

@@ -47,7 +47,7 @@ class JsonlReader:
         self._max_line_bytes = max_line_bytes
         self._note = note
         self._decoder = LineDecoder(replace_invalid)
-        self._stream = open_stream(file.path, file.compression)
+        self._stream = open_stream(file.path, file.compression, file.size)
         self._lines = LineReader(self._stream, max_line_bytes)
 
     def seek(self, position: Position) -> None:

@@ -141,6 +141,7 @@ class InputSet:
         while position.file_index < len(self.files):
             reader = self._take(position)
             try:
+                reader.seek(position)
                 while (row := reader.read()) is not None:
                     yield row
             except GeneratorExit:
@@ -180,13 +181,11 @@ class InputSet:
             for reader in self._parked
             if reader.position.file_index == position.file_index and reader.position.offset <= position.offset
         ]
-        if usable:
-            reader = max(usable, key=lambda reader: reader.position.offset)
-            self._parked.remove(reader)
-        else:
-            reader = self._open(self.files[position.file_index])
-        reader.seek(position)
-        return reader
+        if not usable:
+            return self._open(self.files[position.file_index])
+        nearest = max(usable, key=lambda reader: reader.position.offset)
+        self._parked.remove(nearest)
+        return nearest
 
     def _park(self, reader: _Reader) -> None:
         self._parked.append(reader)

@@ -10,6 +10,9 @@ from batchgen.data.arrow_values import drop_null_fields, to_python, unsupported_
 
 UTC_US = pa.timestamp("us", "UTC")
 PARIS_MS = pa.timestamp("ms", "Europe/Paris")
+TENSOR = pa.ExtensionArray.from_storage(
+    pa.fixed_shape_tensor(pa.int8(), [2]), pa.array([[1, 2], [3, 4]], pa.list_(pa.int8(), 2))
+)
 DICTIONARY = pa.array(["a", None, "b"]).dictionary_encode()
 
 
@@ -45,7 +48,7 @@ DICTIONARY = pa.array(["a", None, "b"]).dictionary_encode()
         (pa.array([[(1, "x")]], pa.map_(pa.int8(), pa.string())), [[[1, "x"]]]),
         (pa.array([[("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int8())), [[["k", 1], ["k", 2]]]),
         (DICTIONARY, ["a", None, "b"]),
-        (pa.array([b"0" * 16], pa.binary(16)).cast(pa.uuid()), [b"0" * 16]),
+        (TENSOR, [[1, 2], [3, 4]]),
         (pa.array([[{"t": datetime.date(2024, 1, 1)}]]), [[{"t": "2024-01-01"}]]),
     ],
     ids=lambda value: str(value.type) if isinstance(value, pa.Array) else "",

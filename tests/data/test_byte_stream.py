@@ -18,7 +18,7 @@ TEXT = b"".join(b"%d %s\n" % (i, os.urandom(20).hex().encode()) for i in range(2
 
 
 def read_all(path: str, compression: str) -> bytes:
-    stream = open_stream(path, compression)
+    stream = open_stream(path, compression, os.path.getsize(path))
     try:
         return b"".join(iter(stream.read_chunk, b""))
     finally:
@@ -34,7 +34,8 @@ def test_every_member_and_frame_is_read(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("suffix", TEXT_SUFFIXES)
 @pytest.mark.parametrize("offset", [0, 1, 70_000, CHUNK_BYTES, CHUNK_BYTES + 1, len(TEXT), len(TEXT) + 9])
 def test_seek_goes_to_an_offset_of_the_text(tmp_path: Path, suffix: str, offset: int) -> None:
-    stream = open_stream(write(tmp_path, "x", compress(TEXT, suffix)), KINDS[suffix])
+    data = compress(TEXT, suffix)
+    stream = open_stream(write(tmp_path, "x", data), KINDS[suffix], len(data))
     stream.seek(offset)
     assert b"".join(iter(stream.read_chunk, b"")) == TEXT[offset:]
     stream.close()
@@ -56,7 +57,7 @@ def test_skippable_frames_and_frames_without_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 8, 20, 5000])
 def test_a_cut_end_is_reported_after_all_data_before_it(tmp_path: Path, suffix: str, cut: int) -> None:
     data = compress(TEXT, suffix)[:-cut]
-    stream = open_stream(write(tmp_path, "x", data), KINDS[suffix])
+    stream = open_stream(write(tmp_path, "x", data), KINDS[suffix], len(data))
     read: list[bytes] = []
     with pytest.raises(TruncatedStream) as caught:
         read.extend(iter(stream.read_chunk, b""))
@@ -88,7 +89,7 @@ def test_a_bomb_is_read_in_bounded_memory(tmp_path: Path, suffix: str) -> None:
     bomb = compress(b"\0" * 100_000_000, suffix)
     path = write(tmp_path, "x", bomb)
     tracemalloc.start()
-    stream = open_stream(path, KINDS[suffix])
+    stream = open_stream(path, KINDS[suffix], len(bomb))
     total = sum(map(len, iter(stream.read_chunk, b"")))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -99,4 +100,18 @@ def test_a_bomb_is_read_in_bounded_memory(tmp_path: Path, suffix: str) -> None:
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read: No such file"):
-        open_stream(str(tmp_path / "none"), "none")
+        open_stream(str(tmp_path / "none"), "none", 0)
+
+
+@pytest.mark.parametrize("suffix", TEXT_SUFFIXES)
+def test_files_that_change_while_the_job_runs(tmp_path: Path, suffix: str) -> None:
+    data = compress(TEXT, suffix)
+    path = write(tmp_path, "x", data + compress(b"appended later", suffix))
+    stream = open_stream(path, KINDS[suffix], len(data))
+    assert b"".join(iter(stream.read_chunk, b"")) == TEXT
+    stream.close()
+    os.truncate(path, len(data) // 2)
+    stream = open_stream(path, KINDS[suffix], len(data))
+    with pytest.raises(InputError, match=rf"ends at byte {len(data) // 2} but had {len(data)} bytes"):
+        list(iter(stream.read_chunk, b""))
+    stream.close()

@@ -59,6 +59,9 @@ def every_type() -> pa.Table:
         "map": pa.array([[("k", 1)]] * n, pa.map_(pa.string(), pa.int64())),
         "dictionary": pa.array(["a", "b", None, "a", "c", "a", "b"]).dictionary_encode(),
         "null": pa.nulls(n),
+        "tensor": pa.ExtensionArray.from_storage(
+            pa.fixed_shape_tensor(pa.int8(), [2]), pa.array([[1, 2]] * n, pa.list_(pa.int8(), 2))
+        ),
     }
     return pa.table(columns)
 
