@@ -6,7 +6,6 @@ Used by `BlockPool` alone. The order of the queue is the order of reuse, and so 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Optional
 
 from batchgen.core.block_hash import BlockKey
 
@@ -24,8 +23,8 @@ class KVCacheBlock:
         self.block_id = block_id
         self.ref_cnt = 0
         self.block_hash: BlockKey | None = None
-        self.prev_free_block: Optional[KVCacheBlock] = None  # noqa: UP045 (a class inside its own body)
-        self.next_free_block: Optional[KVCacheBlock] = None  # noqa: UP045
+        self.prev_free_block: KVCacheBlock | None = None
+        self.next_free_block: KVCacheBlock | None = None
         self.is_null = False
 
     def __repr__(self) -> str:

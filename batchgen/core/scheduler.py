@@ -186,8 +186,9 @@ class Scheduler:
     def rollback(self, output: SchedulerOutput) -> None:
         """Take back the latest step, which failed: nothing that it wrote is used by anyone.
 
-        Requests that ran before are where they were; those admitted in it wait again. One whose shared
-        partial block was to be copied is preempted, as nobody knows whether the copy was made.
+        Requests that ran before are where they were, and those admitted in it wait again, as do those it
+        preempted. One whose shared partial block was to be copied is preempted now, as nobody knows whether
+        the copy was made.
         """
         step = self._end_step(output)
         if step is None:
@@ -300,12 +301,12 @@ class Scheduler:
                 "for an answer; shorten the prompt or raise max_model_len",
             )
         longest = min(request.max_total_tokens, limit - 1)
-        needed, there = self.manager.peak_blocks(longest), self.manager.pool.num_usable
-        if needed > there:
+        # The size of the cache differs between machines, and a row's error must not.
+        if self.manager.peak_blocks(longest) > self.manager.pool.num_usable:
             raise RowFailure(
                 ErrorClass.CONTEXT_LENGTH,
-                f"the row may grow to {longest} tokens, which take {needed} cache blocks, and the cache has "
-                f"{there}; shorten the prompt, lower max_tokens, or give the cache more memory",
+                f"the row has {request.num_tokens} tokens and may grow to {longest}, more than the whole cache "
+                "holds; shorten the prompt, lower max_tokens, or give the cache more memory",
             )
 
     def _extend_running(self, step: _Step) -> None:
@@ -434,8 +435,9 @@ class Scheduler:
             raise EngineError(f"no request can make progress; the scheduler's state: {describe(self)}")
 
     def _end_step(self, output: SchedulerOutput) -> _Step | None:
-        step, self._step = self._step, None
+        step = self._step
         if step is not None and step.output is output:
+            self._step = None
             return step
         if step is None and not output.scheduled:
             return None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from core_sim import Sim, SimConfig
 
 from batchgen.core.kv_spec import KVCacheConfig, KVCacheSpec, group_layers
 from batchgen.core.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from batchgen.core.waiting_queue import WaitingQueue
 from batchgen.types import EngineError, ErrorClass, Request, RequestState, RowFailure, SamplingParams
 
 
@@ -234,7 +238,7 @@ def test_hits_nobody_holds_count_as_taken():
     [
         (row(0, 64), ["64 tokens", "max_model_len is 64", "shorten"]),
         (row(0, 60, output_token_ids=[1] * 4), ["64 tokens", "shorten"]),
-        (row(0, 20, max_tokens=22), ["41 tokens", "11 cache blocks", "has 10", "more memory"]),
+        (row(0, 20, max_tokens=22), ["20 tokens", "grow to 41,", "more memory"]),
     ],
 )
 def test_what_can_never_fit_is_refused(request_, words):
@@ -470,6 +474,35 @@ def test_impossible_limits_are_refused(field, value):
     limits = {"max_num_batched_tokens": 8, "max_num_seqs": 2, "max_model_len": 8, field: value}
     with pytest.raises(ValueError, match=f"{field}: {value} is not allowed; use"):
         SchedulerConfig(**limits)
+
+
+def test_no_step_walks_the_queue(monkeypatch):
+    scheduler = make(num_blocks=40)
+    for i in range(50):
+        scheduler.add(row(i, 5, max_tokens=3, priority=i % 3))
+
+    def walk(self):
+        raise AssertionError("the waiting queue was walked")
+
+    monkeypatch.setattr(WaitingQueue, "__iter__", walk)
+    monkeypatch.setattr(scheduler, "check", lambda: None)
+    for _ in range(20):
+        run(scheduler)
+        for request in list(scheduler.running.values()):
+            if len(request.output_token_ids) == 3:
+                scheduler.finish(request.request_id)
+    assert 0 < scheduler.num_waiting < 40
+
+
+def test_the_brain_imports_nothing_but_the_standard_library_and_the_nouns():
+    code = (
+        "import sys; before = set(sys.modules); import batchgen.core.scheduler; "
+        "names = {m.split('.')[0] for m in set(sys.modules) - before}; "
+        "print(sorted(n for n in names if n not in sys.stdlib_module_names))"
+    )
+    env = {"PYTHONPATH": ":".join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert found.stdout.strip() == "['batchgen']"
 
 
 @pytest.mark.parametrize("caching", [True, False])
