@@ -305,8 +305,8 @@ class Scheduler:
         if self.manager.peak_blocks(longest) > self.manager.pool.num_usable:
             raise RowFailure(
                 ErrorClass.CONTEXT_LENGTH,
-                f"the row has {request.num_tokens} tokens and may grow to {longest}, more than the whole cache "
-                "holds; shorten the prompt, lower max_tokens, or give the cache more memory",
+                f"the row has {request.num_tokens} tokens and may grow to {longest}, more than the whole "
+                "cache holds; shorten the prompt, lower max_tokens, or give the cache more memory",
             )
 
     def _extend_running(self, step: _Step) -> None:
