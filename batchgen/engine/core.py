@@ -92,16 +92,8 @@ class EngineCore:
             None, or the output at once: an error row that can never fit, or a request whose earlier
             tokens already end it.
         """
-        room = self.max_model_len - len(request.prompt_token_ids)
-        if room < 1:
-            return self._refused(
-                request,
-                RowError(
-                    ErrorClass.CONTEXT_LENGTH,
-                    f"the prompt has {len(request.prompt_token_ids)} tokens and model.max_model_len is "
-                    f"{self.max_model_len}, which leaves no room for an answer; shorten it or raise the limit",
-                ),
-            )
+        # No room at all is the scheduler's to refuse.
+        room = max(1, self.max_model_len - len(request.prompt_token_ids))
         checker = StopChecker(self._rules(request.sampling), min(request.sampling.max_tokens, room))
         request.sampling = _clip(request.sampling, room)
         finished = checker.prime(request.output_token_ids)

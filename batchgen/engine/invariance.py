@@ -29,7 +29,7 @@ def distinct_weights(model: torch.nn.Module) -> list[torch.nn.Linear]:
     seen: dict[tuple[int, int, bool], torch.nn.Linear] = {}
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            seen.setdefault((*module.weight.shape, module.bias is not None), module)  # type: ignore[arg-type]
+            seen.setdefault((*module.weight.shape, module.bias is not None), module)
     return list(seen.values())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -70,9 +71,10 @@ def load_config(folder: Path) -> PretrainedConfig:
         UsageError: it is missing, broken, or of a kind that transformers does not know.
     """
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"model.path: {folder} has no usable configuration: {error}") from error
+    return config
 
 
 def load_model(folder: Path, dtype: str = "float32") -> LoadedModel:
@@ -89,7 +91,7 @@ def load_model(folder: Path, dtype: str = "float32") -> LoadedModel:
     register_attention()
     load_config(folder)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=DTYPES[dtype],
             attn_implementation=ATTENTION_NAME,
@@ -99,6 +101,7 @@ def load_model(folder: Path, dtype: str = "float32") -> LoadedModel:
         )
     except (OSError, ValueError) as error:
         raise UsageError(f"model.path: {folder} could not be loaded: {error}") from error
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise UsageError(

@@ -77,7 +77,7 @@ def test_second_run_of_one_engine_hits_its_cache(folder: Path, expected: list[li
 def test_equal_prefixes_of_one_step_are_computed_once(folder: Path) -> None:
     rng = random.Random(1)
     shared = [rng.randrange(256) for _ in range(64)]
-    prompts = [shared + [i] for i in range(6)]
+    prompts = [[*shared, i] for i in range(6)]
     engine = make_engine(folder)
     outputs = run(engine, prompts, SamplingParams(max_tokens=1))
     assert [o.cached_tokens for o in outputs] == [0] + [64] * 5
