@@ -374,6 +374,9 @@ class Sim:
         assert output.total_tokens == sum(s.num_tokens for s in output.scheduled) <= self.config.max_tokens
         assert not set(ids) & set(output.preempted), "preempted and scheduled"
         assert not output.preempted or set(ids) <= before, "admitted in a step that preempted"
+        held = {block_id for s in output.scheduled for group in s.block_ids for block_id in group}
+        destinations = [destination for _, destination in output.copies]
+        assert len(destinations) == len(held.intersection(destinations)), "a copy to a block of nobody"
         for s in output.scheduled:
             assert s.request.request_id in self.expected, "scheduled after its end"
             assert s.num_tokens >= 1

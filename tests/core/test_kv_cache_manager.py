@@ -110,6 +110,16 @@ def test_a_fork_at_a_block_border_needs_no_copy():
     manager.check()
 
 
+def test_a_fork_at_a_block_border_needs_no_free_block():
+    manager = make(num_blocks=3)
+    parent, child = row(0, range(8)), row(1, range(9))
+    admit(manager, parent)
+    assert manager.fork(parent, child)
+    child.num_computed_tokens = 8
+    assert manager.num_available == 0
+    manager.check()
+
+
 def test_a_fork_does_not_inherit_names_of_tokens_it_does_not_have():
     """The parent's sampled token fills block 1, so its chain is longer than what both share."""
     manager = make()

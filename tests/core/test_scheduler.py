@@ -424,6 +424,21 @@ def test_a_fork_without_room_waits_in_front():
     assert run(scheduler) == [(0, 6, 1, True), (1, 6, 1, True)]
 
 
+def test_a_victim_of_the_same_step_takes_its_copy_back():
+    """The fork copies its partial block, and then goes for the row of high priority after it."""
+    scheduler = make(num_blocks=6)
+    scheduler.add(row(0, 6, max_tokens=3, priority=1))
+    run(scheduler)
+    scheduler.add(other(1, 8, priority=1, max_tokens=4))
+    run(scheduler)
+    scheduler.fork(0, row(2, [*range(6), 9], max_tokens=3, output_token_ids=[5]))
+    for i in (0, 1):
+        scheduler.running[i] = scheduler.running.pop(i)
+    output = scheduler.schedule()
+    assert shape(output) == [(0, 7, 1, True), (1, 8, 1, True)]
+    assert (output.preempted, output.copies) == ([2], [])
+
+
 def test_a_failed_copy_is_computed_anew():
     scheduler, child = forked()
     scheduler.rollback(scheduler.schedule())
