@@ -1,0 +1,144 @@
+"""Epochs of ownership: who may write, and how much of what earlier owners wrote counts.
+
+Each attempt takes the next epoch, with the byte length of every older journal segment that it accepts. What a
+frozen earlier owner writes when it wakes lies beyond these lengths, or in segments that no claim names, and
+is void. Making a folder is the one step that only a single process can win, on any file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.job.files import OS_FILES, FileOps, atomic_write, storage
+from batchgen.job.folder import JobFolder
+from batchgen.job.journal import SegmentName
+from batchgen.types import OwnershipError
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One epoch. `accepted` is segment name to bytes."""
+
+    epoch: int
+    accepted: Mapping[str, int]
+
+
+class Claims:
+    """The epochs of a folder."""
+
+    def __init__(self, folder: JobFolder, files: FileOps = OS_FILES) -> None:
+        self._folder = folder
+        self._files = files
+
+    def current(self) -> int:
+        """The highest epoch that anyone took; 0 for none."""
+        return max(self._epochs(), default=0)
+
+    def check(self, epoch: int) -> None:
+        """Raises OwnershipError when `epoch` is no longer the highest."""
+        now = self.current()
+        if now != epoch:
+            raise OwnershipError(
+                f"{self._folder.root}: another run took over (claim {now} follows {epoch}) while this "
+                "process was stopped or cut off; nothing that it wrote since counts, let the other one finish"
+            )
+
+    def latest(self) -> Claim | None:
+        """The highest epoch that was taken completely."""
+        for epoch in sorted(self._epochs(), reverse=True):
+            claim = self._read(epoch)
+            if claim is not None:
+                return claim
+        return None
+
+    def take(self, owner: Mapping[str, Any]) -> Claim:
+        """Take the next epoch.
+
+        Args:
+            owner: who does, for the record.
+
+        Raises:
+            OwnershipError: another process took it at the same moment.
+            StorageError: it cannot be written.
+        """
+        epoch = self.current() + 1
+        place = self._folder.claims / f"{epoch:06d}"
+        with storage(place):
+            try:
+                place.mkdir()
+            except FileExistsError:
+                raise OwnershipError(
+                    f"{self._folder.root}: another process takes over this run at this moment; "
+                    "wait for it, then run the same command again"
+                ) from None
+        self._files.fsync_folder(self._folder.claims)
+        accepted = self._measure(self.latest())
+        record = {"epoch": epoch, "accepted": accepted, "owner": dict(owner)}
+        atomic_write(place / "claim.json", json.dumps(record, indent=1).encode(), self._files)
+        return Claim(epoch, accepted)
+
+    def accepted_now(self) -> dict[str, int]:
+        """Segment lengths that count at this moment, for those who only look."""
+        return self._measure(self.latest(), sync=False)
+
+    def void_segments(self, claim: Claim) -> list[Path]:
+        """Files of the journal that no claim accepts: written by owners that had lost the job."""
+        return [
+            path
+            for path in self._folder.journal.iterdir()
+            if (name := SegmentName.parse(path.name)) is None
+            or (name.epoch < claim.epoch and path.name not in claim.accepted)
+        ]
+
+    def forget_before(self, epoch: int) -> None:
+        """Remove claims that no reader needs any more."""
+        for old in self._epochs():
+            if old < epoch:
+                shutil.rmtree(self._folder.claims / f"{old:06d}", ignore_errors=True)
+
+    def _measure(self, base: Claim | None, *, sync: bool = True) -> dict[str, int]:
+        """What `base` accepted of older segments, and all of its own."""
+        accepted: dict[str, int] = {}
+        if base is None:
+            return accepted
+        for path in sorted(self._folder.journal.glob("*.seg")):
+            name = SegmentName.parse(path.name)
+            if name is None:
+                continue
+            if path.name in base.accepted:
+                accepted[path.name] = base.accepted[path.name]
+            elif name.epoch == base.epoch:
+                accepted[path.name] = _synced_size(path, self._files) if sync else path.stat().st_size
+        return accepted
+
+    def _epochs(self) -> list[int]:
+        with storage(self._folder.claims):
+            try:
+                return [int(name) for name in os.listdir(self._folder.claims) if name.isdecimal()]
+            except FileNotFoundError:
+                return []
+
+    def _read(self, epoch: int) -> Claim | None:
+        try:
+            record = json.loads((self._folder.claims / f"{epoch:06d}" / "claim.json").read_bytes())
+            return Claim(record["epoch"], record["accepted"])
+        except (OSError, ValueError, KeyError):
+            return None
+
+
+def _synced_size(path: Path, files: FileOps) -> int:
+    """Size of a segment, all of it forced to disk: its writer may have died before its own fsync."""
+    with storage(path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            files.fsync(fd)
+            return size
+        finally:
+            os.close(fd)

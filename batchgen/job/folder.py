@@ -1,0 +1,144 @@
+"""Where everything lies in an output folder. Every module of the job asks here for its paths.
+
+manifest.json  job.resolved.yaml  _SUCCESS
+data/part-NNNNNN.*           committed parts
+.batchgen/attempts/NNNN.*    one attempt each: record, worker logs and counters
+.batchgen/claims/NNNNNN/     epochs of ownership
+.batchgen/commits/           which parts were committed, with checksums
+.batchgen/index/             where each part begins in the input, with content hashes
+.batchgen/journal/           results and partial results that are in no part yet
+.batchgen/stats/             what depends on scheduling
+.batchgen/quarantine/        torn or foreign files
+.batchgen/lease.json  .batchgen/lock
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchgen.job.files import OS_FILES, FileOps, storage
+
+PART_NAME = re.compile(r"part-(\d{6,})(\.parquet|\.jsonl(?:\.zst)?)")
+TEMPORARY = ".tmp-"
+_WRITTEN_BY_RUN = ("attempts", "claims", "commits", "index", "journal", "stats", "quarantine")
+
+
+@dataclass(frozen=True, slots=True)
+class JobFolder:
+    """An output folder; nothing is created until `create`."""
+
+    root: Path
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data"
+
+    @property
+    def internal(self) -> Path:
+        return self.root / ".batchgen"
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / "manifest.json"
+
+    @property
+    def resolved_job(self) -> Path:
+        return self.root / "job.resolved.yaml"
+
+    @property
+    def success(self) -> Path:
+        return self.root / "_SUCCESS"
+
+    @property
+    def attempts(self) -> Path:
+        return self.internal / "attempts"
+
+    @property
+    def claims(self) -> Path:
+        return self.internal / "claims"
+
+    @property
+    def commits(self) -> Path:
+        return self.internal / "commits"
+
+    @property
+    def index(self) -> Path:
+        return self.internal / "index"
+
+    @property
+    def journal(self) -> Path:
+        return self.internal / "journal"
+
+    @property
+    def stats(self) -> Path:
+        return self.internal / "stats"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.internal / "quarantine"
+
+    @property
+    def lease(self) -> Path:
+        return self.internal / "lease.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.internal / "lock"
+
+    def part(self, number: int, suffix: str) -> Path:
+        """The file of a part."""
+        return self.data / f"part-{number:06d}{suffix}"
+
+    def create(self, files: FileOps = OS_FILES) -> None:
+        """Make the folders and prove that each can be written, before anything costly starts.
+
+        Raises:
+            StorageError: names the first that cannot.
+        """
+        for folder in (self.root, self.data, *(self.internal / name for name in _WRITTEN_BY_RUN)):
+            with storage(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                probe = folder / f"{TEMPORARY}probe-{os.getpid()}"
+                os.close(files.create(probe))
+                probe.unlink()
+
+    def quarantined(self, path: Path) -> Path:
+        """Move a file that is not ours or is damaged out of the way; returns where it went."""
+        with storage(path):
+            target, number = self.quarantine / path.name, 1
+            while target.exists():
+                target = self.quarantine / f"{path.name}.{number}"
+                number += 1
+            os.replace(path, target)
+        return target
+
+    def clear(self) -> None:
+        """Remove everything that a job wrote, for `--overwrite`; claims stay, so that epochs go on.
+
+        The manifest goes first: without it nothing that is left counts.
+        """
+        with storage(self.root):
+            for path in (self.manifest, self.success, self.resolved_job):
+                path.unlink(missing_ok=True)
+            for path in list(self.data.iterdir()):
+                if PART_NAME.fullmatch(path.name) or path.name.startswith(TEMPORARY):
+                    path.unlink()
+            for name in _WRITTEN_BY_RUN:
+                if name != "claims":
+                    shutil.rmtree(self.internal / name, ignore_errors=True)
+                    (self.internal / name).mkdir(exist_ok=True)
+
+    def remove_temporaries(self) -> int:
+        """Remove what killed attempts left half-written; returns how many files."""
+        removed = 0
+        with storage(self.root):
+            for folder in (self.root, self.data, self.internal, *self.internal.iterdir()):
+                if folder.is_dir():
+                    for path in folder.glob(f"{TEMPORARY}*"):
+                        path.unlink(missing_ok=True)
+                        removed += 1
+        return removed

@@ -1,0 +1,445 @@
+"""The journal: what the workers produced and no committed part holds yet. Written by the supervisor.
+
+Append-only segments with one writer each. A record is
+
+    magic  4 | payload length  4 | crc32  4 | kind  1 | row  8 | payload (msgpack)
+
+The checksum covers everything after itself and the length, and begins with a number that depends on the job
+and the segment, so that neither a renamed segment nor text that looks like a record passes for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import struct
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+
+from batchgen.job.files import OS_FILES, FileOps, disk_full, storage, storage_error
+from batchgen.types import StorageError
+
+# 0xff never occurs in UTF-8, so no text contains the magic.
+MAGIC = b"\xffBGR"
+HEADER = struct.Struct("<4sIIBq")
+SEGMENT_BYTES = 64 * 1024 * 1024
+_SEGMENT_NAME = re.compile(r"e(\d{6,})-w(\d{3,})-(\d{6,})\.seg")
+_CHECKED = struct.Struct("<IBq")
+_RESULT_FIELDS = ("status", "text", "finish_reason", "stop_reason", "error", "usage")
+
+
+class Kind(IntEnum):
+    """What a record holds."""
+
+    RESULT = 1
+    PARTIAL = 2
+
+
+class SegmentName(NamedTuple):
+    """Whose segment it is; sorts in the order of writing."""
+
+    epoch: int
+    writer: int
+    sequence: int
+
+    @classmethod
+    def parse(cls, name: str) -> SegmentName | None:
+        """From a file name; None for a foreign file."""
+        match = _SEGMENT_NAME.fullmatch(name)
+        return cls(*map(int, match.groups())) if match else None
+
+    def __str__(self) -> str:
+        return f"e{self.epoch:06d}-w{self.writer:03d}-{self.sequence:06d}.seg"
+
+
+class Location(NamedTuple):
+    """Where a record lies: segment file name, byte offset, bytes with header."""
+
+    segment: str
+    offset: int
+    length: int
+
+
+class Record(NamedTuple):
+    """One intact record."""
+
+    location: Location
+    kind: int
+    row: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A stretch of a segment that holds no intact record."""
+
+    segment: str
+    offset: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"journal/{self.segment}: {self.length} bytes at {self.offset} are torn or damaged, left out"
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRecord:
+    """A finished row.
+
+    Args:
+        digest: of the input record that it answers; another content makes it void.
+        message: `status`, `text`, `finish_reason`, `stop_reason`, `error`, `usage` as the worker sent them.
+    """
+
+    digest: bytes
+    message: Mapping[str, Any]
+
+    def pack(self) -> bytes:
+        return _pack([self.digest, *(self.message[name] for name in _RESULT_FIELDS)])
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> ResultRecord:
+        digest, *values = msgpack.unpackb(payload, strict_map_key=False)
+        return cls(digest, dict(zip(_RESULT_FIELDS, values, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class PartialRecord:
+    """Output token ids of an unfinished row, from index `start` of its output on."""
+
+    digest: bytes
+    start: int
+    ids: Sequence[int]
+
+    def pack(self) -> bytes:
+        return _pack([self.digest, self.start, list(self.ids)])
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> PartialRecord:
+        return cls(*msgpack.unpackb(payload))
+
+
+def _pack(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value)
+    return packed
+
+
+def segment_seed(job_id: str, name: str) -> int:
+    """What checksums of a segment begin with."""
+    return zlib.crc32(f"{job_id}/{name}".encode())
+
+
+def encode_record(seed: int, kind: Kind, row: int, payload: bytes) -> bytes:
+    """The bytes of one record."""
+    checked = zlib.crc32(payload, zlib.crc32(_CHECKED.pack(len(payload), kind, row), seed))
+    return HEADER.pack(MAGIC, len(payload), checked, kind, row) + payload
+
+
+def scan_segment(name: str, data: bytes, seed: int, dropped: list[Dropped] | None = None) -> Iterator[Record]:
+    """Every intact record, going on at the next magic after a bad one.
+
+    Args:
+        name: of the segment.
+        data: its accepted bytes.
+        seed: `segment_seed`.
+        dropped: gets the stretches between intact records.
+    """
+    position, good_end = 0, 0
+    while (position := data.find(MAGIC, position)) >= 0:
+        record = _record_at(name, data, position, seed)
+        if record is None:
+            position += 1
+            continue
+        if dropped is not None and position > good_end:
+            dropped.append(Dropped(name, good_end, position - good_end))
+        yield record
+        position = good_end = position + record.location.length
+    if dropped is not None and good_end < len(data):
+        dropped.append(Dropped(name, good_end, len(data) - good_end))
+
+
+def _record_at(name: str, data: bytes, position: int, seed: int) -> Record | None:
+    if position + HEADER.size > len(data):
+        return None
+    magic, length, checksum, kind, row = HEADER.unpack_from(data, position)
+    end = position + HEADER.size + length
+    if magic != MAGIC or end > len(data):
+        return None
+    payload = data[position + HEADER.size : end]
+    if zlib.crc32(payload, zlib.crc32(_CHECKED.pack(length, kind, row), seed)) != checksum:
+        return None
+    return Record(Location(name, position, end - position), kind, row, payload)
+
+
+class Committed(NamedTuple):
+    """A record that is on disk."""
+
+    kind: Kind
+    row: int
+    location: Location
+
+
+class JournalWriter:
+    """Appends records for one claim epoch; what `commit` has returned is on disk.
+
+    Args:
+        folder: `.batchgen/journal`.
+        job_id: of the manifest.
+        epoch: the claim that this process holds.
+        writer: number of this writer within the epoch.
+        segment_bytes: a segment that has reached this size is followed by a new one.
+        files: how to reach the disk.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        job_id: str,
+        epoch: int,
+        writer: int = 0,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        files: FileOps = OS_FILES,
+    ) -> None:
+        self._folder = folder
+        self._job_id = job_id
+        self._epoch = epoch
+        self._writer = writer
+        self._segment_bytes = segment_bytes
+        self._files = files
+        self._sequence = 0
+        self._pending: list[tuple[Kind, int, bytes]] = []
+        self._pending_bytes = 0
+        self._fd = -1
+        self._name = ""
+        self._seed = 0
+        self._size = 0
+
+    @property
+    def pending_bytes(self) -> int:
+        """Payload bytes that the next commit will write."""
+        return self._pending_bytes
+
+    @property
+    def current_segment(self) -> str:
+        """Name of the segment that is being written; empty before the first."""
+        return self._name
+
+    def append(self, kind: Kind, row: int, payload: bytes) -> None:
+        """Keep a record for the next commit."""
+        self._pending.append((kind, row, payload))
+        self._pending_bytes += HEADER.size + len(payload)
+
+    def commit(self) -> list[Committed]:
+        """Write and force to disk what was appended; returns where each record lies, in order.
+
+        After a failure the rest of the current segment is never trusted: everything is written again to a
+        new one, because a failed fsync may have dropped pages that a second fsync would call clean.
+
+        Raises:
+            StorageError: the new segment failed too; nothing of this batch is to be counted on.
+        """
+        if not self._pending:
+            return []
+        try:
+            committed = self._write_batch()
+        except OSError:
+            self._abandon()
+            try:
+                committed = self._write_batch()
+            except OSError as error:
+                self._abandon()
+                raise storage_error(self._folder, error, self._pending_bytes) from error
+        self._pending.clear()
+        self._pending_bytes = 0
+        if self._size >= self._segment_bytes:
+            self._abandon()
+        return committed
+
+    def close(self) -> None:
+        """Close the segment; uncommitted records are forgotten."""
+        self._abandon()
+
+    def _write_batch(self) -> list[Committed]:
+        if self._fd < 0:
+            self._open_segment()
+        committed, chunks, offset = [], [], self._size
+        for kind, row, payload in self._pending:
+            data = encode_record(self._seed, kind, row, payload)
+            committed.append(Committed(kind, row, Location(self._name, offset, len(data))))
+            chunks.append(data)
+            offset += len(data)
+        batch = b"".join(chunks)
+        if self._files.write(self._fd, batch) != len(batch):
+            raise disk_full()
+        self._files.fsync(self._fd)
+        self._size = offset
+        return committed
+
+    def _open_segment(self) -> None:
+        self._sequence += 1
+        self._name = str(SegmentName(self._epoch, self._writer, self._sequence))
+        self._seed = segment_seed(self._job_id, self._name)
+        self._fd = self._files.create(self._folder / self._name)
+        self._size = 0
+        self._files.fsync_folder(self._folder)
+
+    def _abandon(self) -> None:
+        if self._fd >= 0:
+            # A close that reports an error has closed the descriptor all the same.
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+            self._fd = -1
+
+
+@dataclass(slots=True)
+class FoundResult:
+    """A row's winning result."""
+
+    epoch: int
+    location: Location
+    digest: bytes
+
+
+@dataclass(slots=True)
+class FoundPartial:
+    """A row's output token ids without a gap, so far."""
+
+    digest: bytes
+    ids: array[int]
+
+
+@dataclass(slots=True)
+class Replay:
+    """What the accepted journal says of the rows that are in no committed part.
+
+    Args:
+        results, partials: by row; a row with a result has no partial.
+        parts_of: segment to the parts that its records belong to.
+        dropped: damaged stretches.
+    """
+
+    results: dict[int, FoundResult]
+    partials: dict[int, FoundPartial]
+    parts_of: dict[str, set[int]]
+    dropped: list[Dropped]
+
+
+def replay(
+    folder: Path, job_id: str, accepted: Mapping[str, int], part_rows: int, committed: Mapping[int, Any]
+) -> Replay:
+    """Read the journal up to the accepted lengths.
+
+    The winner of two results is that of the higher epoch, then the first in segment order. Partials are
+    applied in order of writing: one that begins within what is known replaces the rest, because whoever
+    wrote it had resumed there; one that begins after a gap says nothing.
+
+    Args:
+        folder: `.batchgen/journal`.
+        job_id: of the manifest.
+        accepted: segment name to bytes.
+        part_rows: rows in one part.
+        committed: parts whose rows are final, by number.
+    """
+    found = Replay({}, {}, {}, [])
+    names = sorted(filter(None, map(SegmentName.parse, accepted)))
+    for segment in names:
+        name = str(segment)
+        found.parts_of[name] = set()
+        for record in read_segment(folder, job_id, name, accepted[name], found.dropped):
+            part = record.row // part_rows
+            found.parts_of[name].add(part)
+            if part not in committed:
+                _apply(found, segment.epoch, record)
+    for row in found.results:
+        found.partials.pop(row, None)
+    return found
+
+
+def read_segment(
+    folder: Path, job_id: str, name: str, length: int, dropped: list[Dropped] | None = None
+) -> Iterator[Record]:
+    """Intact records within the first `length` bytes; a segment that is gone has none."""
+    path = folder / name
+    try:
+        with path.open("rb") as file:
+            data = file.read(length)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise storage_error(path, error, action="read") from error
+    yield from scan_segment(name, data, segment_seed(job_id, name), dropped)
+
+
+def _apply(found: Replay, epoch: int, record: Record) -> None:
+    if record.kind == Kind.RESULT:
+        known = found.results.get(record.row)
+        if known is None or known.epoch < epoch:
+            digest = ResultRecord.unpack(record.payload).digest
+            found.results[record.row] = FoundResult(epoch, record.location, digest)
+    elif record.kind == Kind.PARTIAL:
+        partial = PartialRecord.unpack(record.payload)
+        known_ids = found.partials.get(record.row)
+        if known_ids is None or known_ids.digest != partial.digest:
+            known_ids = FoundPartial(partial.digest, array("i"))
+        if extend_partial(known_ids.ids, partial.start, partial.ids):
+            found.partials[record.row] = known_ids
+
+
+def extend_partial(known: array[int], start: int, ids: Sequence[int]) -> bool:
+    """Put `ids` at index `start` of what is known and end there; False, and no change, after a gap."""
+    if start > len(known):
+        return False
+    del known[start:]
+    known.extend(ids)
+    return True
+
+
+class JournalReader:
+    """Reads single records again, for the assembly of parts.
+
+    Args:
+        folder: `.batchgen/journal`.
+        job_id: of the manifest.
+    """
+
+    def __init__(self, folder: Path, job_id: str) -> None:
+        self._folder = folder
+        self._job_id = job_id
+        self._open: tuple[str, int] = ("", -1)
+
+    def result(self, location: Location, row: int) -> ResultRecord:
+        """The result at `location`.
+
+        Raises:
+            StorageError: the record is damaged since it was written.
+        """
+        path = self._folder / location.segment
+        with storage(path, action="read"):
+            data = os.pread(self._descriptor(location.segment), location.length, location.offset)
+        record = _record_at(location.segment, data, 0, segment_seed(self._job_id, location.segment))
+        if record is None or record.row != row or record.kind != Kind.RESULT:
+            raise StorageError(
+                f"{path}: the record of row {row} at byte {location.offset} was damaged after it was "
+                "written; check the disk, then run the same command again to compute the row anew"
+            )
+        return ResultRecord.unpack(record.payload)
+
+    def close(self) -> None:
+        """Close the segment that was read last."""
+        if self._open[1] >= 0:
+            os.close(self._open[1])
+        self._open = ("", -1)
+
+    def _descriptor(self, name: str) -> int:
+        if self._open[0] != name:
+            self.close()
+            self._open = (name, os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC))
+        return self._open[1]

@@ -1,0 +1,102 @@
+"""An append-only log of small JSON records, each with its checksum, for the index, commits and stats.
+
+One writer per file. A torn or damaged line is left out by the reader and counted; it never hides another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from batchgen.job.files import OS_FILES, FileOps, storage, write_all
+
+_CHECKSUM_CHARS = 8
+
+
+class LineLog:
+    """Appends records to a file of its own, created with the first one.
+
+    Args:
+        path: must not exist yet.
+        files: how to reach the disk.
+    """
+
+    def __init__(self, path: Path, files: FileOps = OS_FILES) -> None:
+        self._path = path
+        self._files = files
+        self._fd = -1
+        self._unsynced = False
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write records; on disk only after `sync`.
+
+        Raises:
+            StorageError: the last line may be torn.
+        """
+        data = b"".join(map(encode_line, records))
+        if not data:
+            return
+        with storage(self._path, len(data)):
+            if self._fd < 0:
+                self._fd = self._files.create(self._path)
+                self._files.fsync_folder(self._path.parent)
+            write_all(self._files, self._fd, data)
+            self._unsynced = True
+
+    def sync(self) -> None:
+        """Force what was appended to disk. Raises StorageError."""
+        if self._unsynced:
+            with storage(self._path):
+                self._files.fsync(self._fd)
+            self._unsynced = False
+
+    def close(self) -> None:
+        """Close the file; appending again is an error."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def encode_line(record: Mapping[str, Any]) -> bytes:
+    """One line: CRC-32 of the JSON in hexadecimal, a space, the JSON."""
+    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def read_lines(path: Path, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The intact records of one log.
+
+    Args:
+        path: the file.
+        damaged: gets a sentence for each line that is left out.
+    """
+    with storage(path, action="read"), path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            record = _decode_line(line)
+            if record is not None:
+                yield record
+            elif damaged is not None:
+                damaged.append(f"{path} line {number}: torn or damaged, left out")
+
+
+def read_folder(folder: Path, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The intact records of all logs of a folder, oldest epoch first."""
+    for path in sorted(folder.glob("e*.jsonl")):
+        yield from read_lines(path, damaged)
+
+
+def log_name(epoch: int) -> str:
+    """File name of the log that the owner of `epoch` writes; names sort by epoch."""
+    return f"e{epoch:06d}.jsonl"
+
+
+def _decode_line(line: bytes) -> dict[str, Any] | None:
+    checksum, text = line[:_CHECKSUM_CHARS], line[_CHECKSUM_CHARS + 1 : -1]
+    if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
+        return None
+    record = json.loads(text.decode(errors="surrogatepass"))
+    return record if isinstance(record, dict) else None

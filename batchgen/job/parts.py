@@ -1,0 +1,203 @@
+"""Committed parts: writing one so that it is there entirely or not at all, and knowing it again.
+
+A part is written under a temporary name and forced to disk; then what it is (rows, size, checksum) is
+recorded; then it is renamed. A file in `data/` that no record describes is torn or foreign.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from batchgen.data.results import OutputPlan
+from batchgen.data.row import DIGEST_BYTES
+from batchgen.data.sink import Record, write_part
+from batchgen.job.files import OS_FILES, FileOps, storage
+from batchgen.job.folder import PART_NAME, TEMPORARY, JobFolder
+from batchgen.job.linelog import LineLog, log_name, read_folder
+
+_CHUNK = 1024 * 1024
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of rows, and tokens of those the engine saw."""
+
+    ok: int = 0
+    error: int = 0
+    skipped: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.ok + self.error + self.skipped
+
+    def count(self, status: str, usage: tuple[int, int, int] | list[int] | None) -> None:
+        """Add one row."""
+        setattr(self, status, getattr(self, status) + 1)
+        if usage is not None:
+            self.prompt_tokens += usage[0]
+            self.completion_tokens += usage[1]
+
+    def add(self, other: Counts) -> None:
+        """Add the rows of another count."""
+        for name, value in asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass(frozen=True, slots=True)
+class PartCommit:
+    """What a committed part is.
+
+    Args:
+        part: its number.
+        file: base name.
+        rows: in it.
+        bytes, digest: size and blake2b-16 of the file.
+        mtime_ns: as written; a file that still has it is not read again to be recognised.
+        counts: of its rows.
+    """
+
+    part: int
+    file: str
+    rows: int
+    bytes: int
+    digest: str
+    mtime_ns: int
+    counts: Counts = field(default_factory=Counts)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PartCommit:
+        return cls(**{**data, "counts": Counts(**data["counts"])})
+
+    def matches(self, path: Path) -> bool:
+        """Whether this is the file at `path`; reads it only when its time stamp differs."""
+        with storage(path, action="read"):
+            try:
+                stat = path.stat()
+            except FileNotFoundError:
+                return False
+            if path.name != self.file or stat.st_size != self.bytes:
+                return False
+            return stat.st_mtime_ns == self.mtime_ns or file_digest(path) == self.digest
+
+
+class PartStore:
+    """The parts of one job.
+
+    Args:
+        folder: the output folder.
+        suffix: of part files.
+        epoch: the claim under which this process writes.
+        files: how to reach the disk.
+
+    Attributes:
+        committed: by part number.
+    """
+
+    def __init__(self, folder: JobFolder, suffix: str, epoch: int, files: FileOps = OS_FILES) -> None:
+        self._folder = folder
+        self._suffix = suffix
+        self._epoch = epoch
+        self._files = files
+        self._log = LineLog(folder.commits / log_name(epoch), files)
+        self.committed: dict[int, PartCommit] = {}
+
+    def recognise(self, say: Callable[[str], None]) -> None:
+        """Find the committed parts; move what is torn or foreign to quarantine and say so."""
+        self.committed = recognise_parts(self._folder)
+        expected = {commit.file for commit in self.committed.values()}
+        with storage(self._folder.data, action="read"):
+            names = sorted(os.listdir(self._folder.data))
+        for name in names:
+            path = self._folder.data / name
+            if PART_NAME.fullmatch(name) and name not in expected and path.is_file():
+                kept = self._folder.quarantined(path)
+                say(
+                    f"{path} is not a part that this job committed, or it is damaged; moved to {kept}, "
+                    "its rows are computed again"
+                )
+
+    def commit(
+        self,
+        part: int,
+        records: Iterable[Record],
+        plan: OutputPlan,
+        compression: str,
+        still_owner: Callable[[], None],
+    ) -> PartCommit:
+        """Write a part and put it in place; a part that exists under the name is replaced.
+
+        Args:
+            part: its number.
+            records: its rows in input order.
+            plan: the columns.
+            compression: zstd or none.
+            still_owner: raises when another process has taken over; asked right before the rename.
+
+        Raises:
+            StorageError: nothing has changed in `data/`.
+            Whatever `records` and `still_owner` raise.
+        """
+        final = self._folder.part(part, self._suffix)
+        temporary = final.with_name(f"{TEMPORARY}{final.name}-{uuid.uuid4().hex[:12]}")
+        counts = Counts()
+        written = write_part(temporary, _counted(records, counts), plan, compression=compression)
+        try:
+            with storage(final, written.bytes):
+                mtime = temporary.stat().st_mtime_ns
+                commit = PartCommit(
+                    part, final.name, written.rows, written.bytes, written.digest, mtime, counts
+                )
+                self._log.append([commit.to_json()])
+                self._log.sync()
+                still_owner()
+                os.replace(temporary, final)
+                self._files.fsync_folder(self._folder.data)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self.committed[part] = commit
+        return commit
+
+    def close(self) -> None:
+        """Close the log."""
+        self._log.close()
+
+
+def recognise_parts(folder: JobFolder, damaged: list[str] | None = None) -> dict[int, PartCommit]:
+    """The committed parts by number, from the commit records and the files that are there."""
+    recorded: dict[int, list[PartCommit]] = {}
+    for record in read_folder(folder.commits, damaged):
+        commit = PartCommit.from_json(record)
+        recorded.setdefault(commit.part, []).append(commit)
+    found = {}
+    for part, commits in recorded.items():
+        match = next((c for c in reversed(commits) if c.matches(folder.data / c.file)), None)
+        if match is not None:
+            found[part] = match
+    return found
+
+
+def file_digest(path: Path) -> str:
+    """blake2b-16 of a file, in hexadecimal, as the sink computes it while writing."""
+    total = blake2b(digest_size=DIGEST_BYTES)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def _counted(records: Iterable[Record], counts: Counts) -> Iterator[Record]:
+    for row, result in records:
+        counts.count(result.status, result.usage)
+        yield row, result
