@@ -1,4 +1,4 @@
-"""What one attention layer computes, apart from its inputs. The load-time probe builds it; backends read it."""
+"""What one attention layer computes, apart from its inputs. Built by the load-time probe for the backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU backend: `backend.py` is called by the engine, `kernel.py` is compiled. Importing it loads numba."""
+"""The CPU backend: the engine calls `backend.py`; `kernel.py` is compiled. Importing it loads numba."""
 
 from batchgen_kernels.cpu.backend import CpuBackend
 

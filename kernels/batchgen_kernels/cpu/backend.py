@@ -9,35 +9,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchgen_kernels import backend as common
 from batchgen_kernels.backend import KVCache
 from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.cpu import kernel
-from batchgen_kernels.cpu.kernel import Attend, Write
+from batchgen_kernels.cpu.kernel import AttendArgument, WriteArgument
 from batchgen_kernels.cpu.plan import Int64, Plan, make_plan
 from batchgen_kernels.cpu.simd import LANES
 from batchgen_kernels.cpu.threads import run_on_caller, team
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.spec import AttentionSpec
 
-_SERIAL_COST = 8192
-"""Query-key pairs below which waking the team costs more than it saves."""
+_SERIAL_COST = 2048
+"""Query-key pairs below which handing work to other threads costs more than it saves."""
+_SERIAL_FLOATS = 1 << 17
+"""The same for the keys of a write."""
 _ROWS_PER_WRITE = 16
 
 
 @dataclass(slots=True)
+class _LayerPlan:
+    """The plan of all layers of one spec, and the part of the kernel's argument that they share."""
+
+    plan: Plan
+    factors: npt.NDArray[np.float32]
+    template: AttendArgument
+    scratch_floats: int
+
+
+@dataclass(slots=True)
 class _Step:
-    """What is worked out once for a step and used by all its layers."""
+    """What is worked out once for a step."""
 
     slots: Int64
     num_blocks: int
-    plans: dict[tuple[AttentionSpec, int], Plan] = field(default_factory=dict)
+    layer_plans: dict[tuple[AttentionSpec, int], _LayerPlan] = field(default_factory=dict)
 
 
 class CpuBackend:
@@ -61,9 +73,11 @@ class CpuBackend:
     def allocate(
         self, spec: AttentionSpec, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
     ) -> KVCache:
-        refusal = self.supports(spec, device, dtype)
+        refusal = self.supports(spec, torch.device(device), dtype)
         if refusal is None and (block_size < LANES or block_size % LANES):
-            refusal = f"the cpu attention backend takes block sizes that are multiples of {LANES}, not {block_size}"
+            refusal = (
+                f"the cpu attention backend takes block sizes that are multiples of {LANES}, not {block_size}"
+            )
         if refusal is not None:
             raise ValueError(refusal)
         heads, width = spec.num_kv_heads, _padded(spec.v_head_size)
@@ -74,33 +88,31 @@ class CpuBackend:
     def write(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, meta: AttentionMetadata) -> None:
         step = self._step(kv, meta)
         rows, heads, head_size = meta.num_rows, int(kv.key.shape[1]), int(kv.key.shape[2])
+        width = int(kv.value.shape[3])
         key, value = _rows("key", key, (rows, heads, head_size)), _rows("value", value, (rows, heads, None))
+        if _padded(int(value.shape[2])) != width:
+            raise ValueError(f"values of width {value.shape[2]} do not fit a cache of padded width {width}")
         chunks = -(-rows // _ROWS_PER_WRITE)
-        counters = np.zeros(2, dtype=np.int64)
-        argument = _pack(
-            Write,
-            {
-                Write.COUNTERS: counters.ctypes.data,
-                Write.NUM_CHUNKS: chunks,
-                Write.ROWS_PER_CHUNK: _ROWS_PER_WRITE,
-                Write.NUM_ROWS: rows,
-                Write.SLOTS: step.slots.ctypes.data,
-                Write.BLOCK_SIZE: kv.block_size,
-                Write.NUM_KV_HEADS: heads,
-                Write.HEAD_SIZE: head_size,
-                Write.V_HEAD_SIZE: value.shape[2],
-                Write.V_WIDTH: kv.value.shape[3],
-                Write.KEY_IN: key.data_ptr(),
-                Write.KEY_TOKEN_STRIDE: key.stride(0),
-                Write.KEY_HEAD_STRIDE: key.stride(1),
-                Write.VALUE_IN: value.data_ptr(),
-                Write.VALUE_TOKEN_STRIDE: value.stride(0),
-                Write.VALUE_HEAD_STRIDE: value.stride(1),
-                Write.KEY: kv.key.data_ptr(),
-                Write.VALUE: kv.value.data_ptr(),
-            },
+        argument = WriteArgument(
+            num_chunks=chunks,
+            rows_per_chunk=_ROWS_PER_WRITE,
+            num_rows=rows,
+            slots=step.slots.ctypes.data,
+            block_size=kv.block_size,
+            num_kv_heads=heads,
+            head_size=head_size,
+            v_head_size=value.shape[2],
+            v_width=width,
+            key_in=key.data_ptr(),
+            key_token_stride=key.stride(0),
+            key_head_stride=key.stride(1),
+            value_in=value.data_ptr(),
+            value_token_stride=value.stride(0),
+            value_head_stride=value.stride(1),
+            key=kv.key.data_ptr(),
+            value=kv.value.data_ptr(),
         )
-        _run(kernel.write.address, argument, min(chunks, torch.get_num_threads()))
+        _run(kernel.WRITE, argument, torch.get_num_threads() if key.numel() > _SERIAL_FLOATS else 1)
 
     def attend(
         self,
@@ -113,46 +125,21 @@ class CpuBackend:
         common.check_sinks(spec, sinks)
         query = _rows("query", query, (meta.num_rows, spec.num_heads, spec.head_size))
         threads = torch.get_num_threads()
-        plan = self._plan(kv, meta, spec, threads)
-        stride = kernel.scratch_floats(plan.largest_unit, spec.head_size, _padded(spec.v_head_size))
-        if self._scratch.size < threads * stride:
-            self._scratch = np.empty(threads * stride, dtype=np.float32)
+        layer = self._layer_plan(self._step(kv, meta), meta, spec, threads)
+        if self._scratch.size < threads * layer.scratch_floats:
+            self._scratch = np.empty(threads * layer.scratch_floats, dtype=np.float32)
         out = torch.empty(meta.num_rows, spec.num_heads, spec.v_head_size)
-        out[meta.num_tokens :] = 0
+        if meta.num_tokens < meta.num_rows:
+            out[meta.num_tokens :] = 0
         sinks = None if sinks is None else sinks.float().contiguous()
-        factors = np.array(_factors(spec), dtype=np.float32)
-        counters = np.zeros(2, dtype=np.int64)
-        argument = _pack(
-            Attend,
-            {
-                Attend.COUNTERS: counters.ctypes.data,
-                Attend.NUM_CHUNKS: len(plan.chunks),
-                Attend.CHUNKS: plan.chunks.ctypes.data,
-                Attend.UNITS: plan.units.ctypes.data,
-                Attend.STARTS: plan.starts.ctypes.data,
-                Attend.LENS: plan.lens.ctypes.data,
-                Attend.TABLE: plan.table.ctypes.data,
-                Attend.TABLE_WIDTH: plan.table.shape[1],
-                Attend.BLOCK_SIZE: kv.block_size,
-                Attend.WINDOW: spec.sliding_window or 0,
-                Attend.NUM_KV_HEADS: spec.num_kv_heads,
-                Attend.GROUP: spec.group_size,
-                Attend.HEAD_SIZE: spec.head_size,
-                Attend.V_HEAD_SIZE: spec.v_head_size,
-                Attend.V_WIDTH: kv.value.shape[3],
-                Attend.QUERY: query.data_ptr(),
-                Attend.QUERY_TOKEN_STRIDE: query.stride(0),
-                Attend.QUERY_HEAD_STRIDE: query.stride(1),
-                Attend.KEY: kv.key.data_ptr(),
-                Attend.VALUE: kv.value.data_ptr(),
-                Attend.FACTORS: factors.ctypes.data,
-                Attend.SINKS: 0 if sinks is None else sinks.data_ptr(),
-                Attend.OUT: out.data_ptr(),
-                Attend.SCRATCH: self._scratch.ctypes.data,
-                Attend.SCRATCH_STRIDE: stride,
-            },
-        )
-        _run(kernel.attend.address, argument, threads if plan.cost > _SERIAL_COST else 1)
+        argument = AttendArgument.from_buffer_copy(layer.template)
+        argument.query = query.data_ptr()
+        argument.query_token_stride, argument.query_head_stride, _ = query.stride()
+        argument.key, argument.value = kv.key.data_ptr(), kv.value.data_ptr()
+        argument.sinks = 0 if sinks is None else sinks.data_ptr()
+        argument.out = out.data_ptr()
+        argument.scratch = self._scratch.ctypes.data
+        _run(kernel.ATTEND, argument, threads if layer.plan.cost > _SERIAL_COST else 1)
         return out
 
     def copy_blocks(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -165,18 +152,48 @@ class CpuBackend:
             step = _Step(np.ascontiguousarray(meta.slot_mapping, dtype=np.int64), kv.num_blocks)
             self._steps[meta] = step
         if kv.block_size != meta.block_size:
-            raise ValueError(f"the cache has blocks of {kv.block_size}, the step's metadata of {meta.block_size}")
+            raise ValueError(
+                f"the cache has blocks of {kv.block_size}, the step's metadata of {meta.block_size}"
+            )
         return step
 
-    def _plan(self, kv: KVCache, meta: AttentionMetadata, spec: AttentionSpec, threads: int) -> Plan:
-        plans = self._step(kv, meta).plans
-        if (spec, threads) not in plans:
-            plans[spec, threads] = make_plan(meta, spec, threads, kernel.UNIT_ROWS)
-        return plans[spec, threads]
+    def _layer_plan(
+        self, step: _Step, meta: AttentionMetadata, spec: AttentionSpec, threads: int
+    ) -> _LayerPlan:
+        layer = step.layer_plans.get((spec, threads))
+        if layer is None:
+            plan = make_plan(meta, spec, threads, kernel.UNIT_ROWS)
+            layer = step.layer_plans[spec, threads] = _make_layer_plan(plan, spec, meta.block_size)
+        return layer
 
 
 def _padded(v_head_size: int) -> int:
     return -(-v_head_size // LANES) * LANES
+
+
+def _make_layer_plan(plan: Plan, spec: AttentionSpec, block_size: int) -> _LayerPlan:
+    factors = np.array(_factors(spec), dtype=np.float32)
+    width = _padded(spec.v_head_size)
+    scratch = kernel.scratch_floats(plan.largest_unit, spec.head_size, width)
+    template = AttendArgument(
+        num_chunks=len(plan.chunks),
+        chunks=plan.chunks.ctypes.data,
+        units=plan.units.ctypes.data,
+        starts=plan.starts.ctypes.data,
+        lens=plan.lens.ctypes.data,
+        table=plan.table.ctypes.data,
+        table_width=plan.table.shape[1],
+        block_size=block_size,
+        window=spec.sliding_window or 0,
+        num_kv_heads=spec.num_kv_heads,
+        group=spec.group_size,
+        head_size=spec.head_size,
+        v_head_size=spec.v_head_size,
+        v_width=width,
+        factors=factors.ctypes.data,
+        scratch_stride=scratch,
+    )
+    return _LayerPlan(plan, factors, template, scratch)
 
 
 def _factors(spec: AttentionSpec) -> tuple[float, float]:
@@ -187,6 +204,7 @@ def _factors(spec: AttentionSpec) -> tuple[float, float]:
 
 
 def _rows(name: str, tensor: torch.Tensor, shape: tuple[int, int, int | None]) -> torch.Tensor:
+    """`tensor` with its last dimension contiguous, refused unless it is what the kernel reads."""
     fits = tensor.dim() == 3 and all(b is None or a == b for a, b in zip(tensor.shape, shape, strict=True))
     if not fits or tensor.dtype != torch.float32 or tensor.device.type != "cpu":
         got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
@@ -194,10 +212,5 @@ def _rows(name: str, tensor: torch.Tensor, shape: tuple[int, int, int | None]) -
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
-def _pack(names: type[IntEnum], fields: dict[IntEnum, int]) -> Int64:
-    return np.array([fields[name] for name in names], dtype=np.int64)
-
-
-def _run(function: int, argument: Int64, threads: int) -> None:
-    run = team() if threads > 1 else run_on_caller
-    run(function, argument.ctypes.data, threads)
+def _run(function: int, argument: AttendArgument | WriteArgument, threads: int) -> None:
+    (team() if threads > 1 else run_on_caller)(function, argument, threads)

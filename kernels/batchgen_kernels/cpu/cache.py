@@ -7,8 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from numba.core import config
+import numba
+
+_config: Any = numba.config
 
 
 def cache_directory() -> Path | None:
@@ -35,12 +38,12 @@ def cache_directory() -> Path | None:
 @contextmanager
 def numba_cache() -> Iterator[bool]:
     """Point numba's cache at `cache_directory` for the functions decorated inside; False if there is none."""
-    folder, before = cache_directory(), config.CACHE_DIR
-    config.CACHE_DIR = str(folder or before)
+    folder, before = cache_directory(), _config.CACHE_DIR
+    _config.CACHE_DIR = str(folder or before)
     try:
         yield folder is not None
     finally:
-        config.CACHE_DIR = before
+        _config.CACHE_DIR = before
 
 
 def _source_digest() -> str:

@@ -1,8 +1,8 @@
 """The compiled entry points of the CPU backend: attention and cache writes, one call a layer and step.
 
-Both take the address of an int64 array of addresses and counts (`Attend` and `Write` name its fields), so
-that they have the type `void (*)(void *)` which OpenMP runs on every thread of its team. Threads claim
-chunks of work by an atomic counter; which thread takes which chunk has no influence on any result.
+Both take the address of a structure of int64 (`AttendArgument`, `WriteArgument`), so that they have the type
+`void (*)(void *)` which OpenMP runs on every thread of its team. Threads claim chunks of work by an atomic
+counter; which thread takes which chunk has no influence on any result.
 Compiled when this module is first imported on a machine, loaded from the cache afterwards.
 
 Cache layout of one layer, a block of 16 positions, head_size D and value width W (v_head_size rounded up
@@ -22,10 +22,14 @@ Both products are sums of rows scaled by a number, so no lane ever meets another
 block are contiguous memory.
 """
 
+# mypy: disable-error-code="attr-defined,call-arg,call-overload,var-annotated"
+# Numba types these functions; its stubs know neither intrinsics nor carray of an address.
+
 from __future__ import annotations
 
+import ctypes
 import enum
-from typing import Any
+from typing import Any, cast
 
 from numba import carray, cfunc, float32, int32, int64, njit, types
 
@@ -34,6 +38,7 @@ from batchgen_kernels.cpu.simd import (
     LANES,
     MAX_ROWS,
     TILE,
+    VECTORS,
     accumulate,
     as_pointer,
     fetch_add,
@@ -44,60 +49,73 @@ from batchgen_kernels.cpu.simd import (
 UNIT_ROWS = 48
 """Query rows (tokens times heads of a group) that one unit of work aims at."""
 LOG2_E = 1.4426950408889634
-_VECTORS = TILE // LANES
 
 
 class Attend(enum.IntEnum):
-    """Fields of the argument of `attend`. Strides count floats; the rest are addresses and counts."""
+    """Where the fields of `AttendArgument` are. Strides count floats; others are addresses and counts."""
 
-    COUNTERS = 0
-    NUM_CHUNKS = 1
-    CHUNKS = 2
-    UNITS = 3
-    STARTS = 4
-    LENS = 5
-    TABLE = 6
-    TABLE_WIDTH = 7
-    BLOCK_SIZE = 8
-    WINDOW = 9
-    NUM_KV_HEADS = 10
-    GROUP = 11
-    HEAD_SIZE = 12
-    V_HEAD_SIZE = 13
-    V_WIDTH = 14
-    QUERY = 15
-    QUERY_TOKEN_STRIDE = 16
-    QUERY_HEAD_STRIDE = 17
-    KEY = 18
-    VALUE = 19
-    FACTORS = 20
-    SINKS = 21
-    OUT = 22
-    SCRATCH = 23
-    SCRATCH_STRIDE = 24
+    THREADS_STARTED = 0
+    CHUNKS_CLAIMED = 1
+    NUM_CHUNKS = 2
+    CHUNKS = 3
+    UNITS = 4
+    STARTS = 5
+    LENS = 6
+    TABLE = 7
+    TABLE_WIDTH = 8
+    BLOCK_SIZE = 9
+    WINDOW = 10
+    NUM_KV_HEADS = 11
+    GROUP = 12
+    HEAD_SIZE = 13
+    V_HEAD_SIZE = 14
+    V_WIDTH = 15
+    QUERY = 16
+    QUERY_TOKEN_STRIDE = 17
+    QUERY_HEAD_STRIDE = 18
+    KEY = 19
+    VALUE = 20
+    FACTORS = 21
+    SINKS = 22
+    OUT = 23
+    SCRATCH = 24
+    SCRATCH_STRIDE = 25
 
 
 class Write(enum.IntEnum):
-    """Fields of the argument of `write`. Strides count floats; the rest are addresses and counts."""
+    """Where the fields of `WriteArgument` are. Strides count floats; others are addresses and counts."""
 
-    COUNTERS = 0
-    NUM_CHUNKS = 1
-    ROWS_PER_CHUNK = 2
-    NUM_ROWS = 3
-    SLOTS = 4
-    BLOCK_SIZE = 5
-    NUM_KV_HEADS = 6
-    HEAD_SIZE = 7
-    V_HEAD_SIZE = 8
-    V_WIDTH = 9
-    KEY_IN = 10
-    KEY_TOKEN_STRIDE = 11
-    KEY_HEAD_STRIDE = 12
-    VALUE_IN = 13
-    VALUE_TOKEN_STRIDE = 14
-    VALUE_HEAD_STRIDE = 15
-    KEY = 16
-    VALUE = 17
+    THREADS_STARTED = 0
+    CHUNKS_CLAIMED = 1
+    NUM_CHUNKS = 2
+    ROWS_PER_CHUNK = 3
+    NUM_ROWS = 4
+    SLOTS = 5
+    BLOCK_SIZE = 6
+    NUM_KV_HEADS = 7
+    HEAD_SIZE = 8
+    V_HEAD_SIZE = 9
+    V_WIDTH = 10
+    KEY_IN = 11
+    KEY_TOKEN_STRIDE = 12
+    KEY_HEAD_STRIDE = 13
+    VALUE_IN = 14
+    VALUE_TOKEN_STRIDE = 15
+    VALUE_HEAD_STRIDE = 16
+    KEY = 17
+    VALUE = 18
+
+
+class AttendArgument(ctypes.Structure):
+    """What `attend` reads; the counters start at 0."""
+
+    _fields_ = tuple((name.lower(), ctypes.c_int64) for name in Attend.__members__)
+
+
+class WriteArgument(ctypes.Structure):
+    """What `write` reads; the counters start at 0."""
+
+    _fields_ = tuple((name.lower(), ctypes.c_int64) for name in Write.__members__)
 
 
 _ATTEND_FIELDS = len(Attend)
@@ -106,7 +124,7 @@ _WRITE_FIELDS = len(Write)
 
 def scratch_floats(rows: int, head_size: int, v_width: int) -> int:
     """Floats of scratch memory that a thread needs for units of at most `rows` query rows."""
-    addresses = 2 * 2 * _VECTORS
+    addresses = 2 * 2 * 2 * VECTORS
     per_row = head_size + v_width + LANES + 2
     return -(-(addresses + MAX_ROWS * TILE + rows * per_row) // LANES) * LANES
 
@@ -129,11 +147,15 @@ def _high(position: Any, tile: Any) -> Any:
 
 
 @njit
-def _locate(a: Any, table: Any, head: Any, first: Any, last: Any, keys: Any, values: Any) -> None:
-    """Addresses of the keys and values of each LANES positions of the tile that holds keys first to last."""
+def _locate(a: Any, table: Any, head: Any, tile: Any, first: Any, last: Any, keys: Any, values: Any) -> None:
+    """Addresses of the keys and values of each LANES positions of `tile`, and, to be prefetched, of the next.
+
+    Vectors without a position from `first` to `last` are left as they are: nothing reads them.
+    """
     size, width = a[Attend.BLOCK_SIZE], a[Attend.V_WIDTH]
-    tile = first // TILE
-    for vector in range((first - tile * TILE) // LANES, (last - tile * TILE) // LANES + 1):
+    for vector in range(
+        max(first // LANES - tile * VECTORS, 0), min(last // LANES - tile * VECTORS + 1, 2 * VECTORS)
+    ):
         position = tile * TILE + vector * LANES
         block = table[position // size] * a[Attend.NUM_KV_HEADS] + head
         offset = position % size
@@ -143,23 +165,50 @@ def _locate(a: Any, table: Any, head: Any, first: Any, last: Any, keys: Any, val
 
 @njit
 def _attend_rows(
-    a: Any, rows: Any, row: Any, position: Any, tile: Any, s: Any, q: Any, m: Any, t: Any, alpha: Any, acc: Any,
-    keys: Any, values: Any,
+    a: Any,
+    rows: Any,
+    row: Any,
+    position: Any,
+    tile: Any,
+    s: Any,
+    q: Any,
+    m: Any,
+    t: Any,
+    alpha: Any,
+    acc: Any,
+    keys: Any,
+    values: Any,
 ) -> None:
     """`rows` query rows from number `row` of the unit, whose first token is at `position`, on one tile."""
-    group, window, width, head_size = a[Attend.GROUP], a[Attend.WINDOW], a[Attend.V_WIDTH], a[Attend.HEAD_SIZE]
+    group, window, width, head_size = (
+        a[Attend.GROUP],
+        a[Attend.WINDOW],
+        a[Attend.V_WIDTH],
+        a[Attend.HEAD_SIZE],
+    )
     first_position, last_position = position + row // group, position + (row + rows - 1) // group
     low, high = _low(first_position, window, tile), _high(last_position, tile)
     scores(
-        q + 4 * row * head_size, keys, low // LANES, (high + LANES - 1) // LANES, rows, head_size,
-        a[Attend.BLOCK_SIZE], s,
+        q + 4 * row * head_size,
+        keys,
+        low // LANES,
+        (high + LANES - 1) // LANES,
+        rows,
+        head_size,
+        a[Attend.BLOCK_SIZE],
+        s,
     )
     cap = _floats(a[Attend.FACTORS], 2)[1]
     for r in range(rows):
         at = position + (row + r) // group
         softmax(
-            s + 4 * r * TILE, _low(at, window, tile), _high(at, tile), cap, m + 4 * (row + r),
-            t + 4 * LANES * (row + r), alpha + 4 * (row + r),
+            s + 4 * r * TILE,
+            _low(at, window, tile),
+            _high(at, tile),
+            cap,
+            m + 4 * (row + r),
+            t + 4 * LANES * (row + r),
+            alpha + 4 * (row + r),
         )
     if low == _low(last_position, window, tile) and high == _high(first_position, tile):
         accumulate(s, values, low, high, rows, width, alpha + 4 * row, acc + 4 * row * width)
@@ -167,8 +216,14 @@ def _attend_rows(
     for r in range(rows):
         at = position + (row + r) // group
         accumulate(
-            s + 4 * r * TILE, values, _low(at, window, tile), _high(at, tile), 1, width,
-            alpha + 4 * (row + r), acc + 4 * (row + r) * width,
+            s + 4 * r * TILE,
+            values,
+            _low(at, window, tile),
+            _high(at, tile),
+            1,
+            width,
+            alpha + 4 * (row + r),
+            acc + 4 * (row + r) * width,
         )
 
 
@@ -177,14 +232,13 @@ def _attend_tiles(a: Any, table: Any, head: Any, position: Any, tokens: Any, scr
     """All tiles for one unit: `tokens` query tokens from `position` on, whose state is in `scratch`."""
     group, window = a[Attend.GROUP], a[Attend.WINDOW]
     s, m, t, alpha, q, acc, keys, values = scratch
-    key_addresses = carray(as_pointer(keys), _VECTORS, int64)
-    value_addresses = carray(as_pointer(values), _VECTORS, int64)
+    key_addresses = carray(as_pointer(keys), 2 * VECTORS, int64)
+    value_addresses = carray(as_pointer(values), 2 * VECTORS, int64)
     first_key = max(position - window + 1, 0) if window > 0 else 0
     last_key = position + tokens - 1
     for tile in range(first_key // TILE, last_key // TILE + 1):
-        first, last = max(first_key, tile * TILE), min(last_key, tile * TILE + TILE - 1)
-        _locate(a, table, head, first, last, key_addresses, value_addresses)
-        # The tokens that see anything of this tile are neighbours: none above it, none whose window is past it.
+        _locate(a, table, head, tile, first_key, last_key, key_addresses, value_addresses)
+        # The tokens that see anything of this tile are neighbours: not above it, their window not past it.
         start = max(tile * TILE - position, 0)
         stop = min(tile * TILE + TILE - 1 + window - position, tokens) if window > 0 else tokens
         row, end = start * group, stop * group
@@ -241,8 +295,8 @@ def _finish_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any)
 def _divide_scratch(a: Any, slot: Any, rows: Any) -> Any:
     """Addresses inside a thread's scratch memory: s, m, t, alpha, q, acc, key and value addresses."""
     keys = a[Attend.SCRATCH] + 4 * slot * a[Attend.SCRATCH_STRIDE]
-    values = keys + 8 * _VECTORS
-    s = values + 8 * _VECTORS
+    values = keys + 16 * VECTORS
+    s = values + 16 * VECTORS
     t = s + 4 * MAX_ROWS * TILE
     acc = t + 4 * rows * LANES
     q = acc + 4 * rows * a[Attend.V_WIDTH]
@@ -253,11 +307,11 @@ def _divide_scratch(a: Any, slot: Any, rows: Any) -> Any:
 
 @njit
 def _attend(a: Any) -> None:
-    counters = a[Attend.COUNTERS]
-    slot = fetch_add(counters, 1)
+    counters = a.ctypes.data
+    slot = fetch_add(counters + 8 * Attend.THREADS_STARTED, 1)
     table_width = a[Attend.TABLE_WIDTH]
     while True:
-        chunk = fetch_add(counters + 8, 1)
+        chunk = fetch_add(counters + 8 * Attend.CHUNKS_CLAIMED, 1)
         if chunk >= a[Attend.NUM_CHUNKS]:
             return
         head, unit, end = carray(as_pointer(a[Attend.CHUNKS] + 24 * chunk), 3, int64)
@@ -299,7 +353,7 @@ def _write_row(a: Any, row: Any, slot: Any) -> None:
 def _write(a: Any) -> None:
     slots = carray(as_pointer(a[Write.SLOTS]), a[Write.NUM_ROWS], int64)
     while True:
-        chunk = fetch_add(a[Write.COUNTERS] + 8, 1)
+        chunk = fetch_add(a.ctypes.data + 8 * Write.CHUNKS_CLAIMED, 1)
         if chunk >= a[Write.NUM_CHUNKS]:
             return
         start = chunk * a[Write.ROWS_PER_CHUNK]
@@ -319,3 +373,7 @@ with numba_cache() as _cached:
     def write(address: Any) -> None:
         """Run by every thread of a team; see `Write` for what is at `address`."""
         _write(carray(address, _WRITE_FIELDS, int64))
+
+
+ATTEND: int = cast(int, attend.address)
+WRITE: int = cast(int, write.address)

@@ -1,4 +1,4 @@
-"""Cuts one step's attention into units of work and shares them out by cost. Called by `backend.py` once a step."""
+"""Cuts one step's attention into units of work, shared out by cost. `backend.py` calls it once a step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.spec import AttentionSpec
@@ -24,7 +25,7 @@ class Plan:
     """The work of one layer.
 
     Args:
-        starts, lens, table, slots: the metadata as contiguous arrays.
+        starts, lens, table: the metadata as contiguous arrays.
         units: [U, 3] of (sequence, first row of the step, number of rows).
         chunks: [C, 3] of (KV head, first unit, end of units); KV heads outermost, so that sequences which
             share blocks read them from the processor's cache.
@@ -35,7 +36,6 @@ class Plan:
     starts: Int32
     lens: Int32
     table: Int32
-    slots: Int64
     units: Int64
     chunks: Int64
     largest_unit: int
@@ -44,7 +44,7 @@ class Plan:
 
 def make_plan(meta: AttentionMetadata, spec: AttentionSpec, threads: int, unit_rows: int) -> Plan:
     """Plan for `threads` threads and units of about `unit_rows` query rows."""
-    starts, lens = _array(meta.query_start_loc, np.int32), _array(meta.seq_lens, np.int32)
+    starts, lens = _array(meta.query_start_loc), _array(meta.seq_lens)
     per_unit = max(1, unit_rows // spec.group_size)
     units = _units(starts, per_unit)
     cost = _costs(units, starts, lens, spec)
@@ -52,8 +52,7 @@ def make_plan(meta: AttentionMetadata, spec: AttentionSpec, threads: int, unit_r
     return Plan(
         starts=starts,
         lens=lens,
-        table=_array(meta.block_table, np.int32),
-        slots=_array(meta.slot_mapping, np.int64),
+        table=_array(meta.block_table),
         units=units,
         chunks=chunks,
         largest_unit=int(units[:, 2].max(initial=1)) * spec.group_size,
@@ -61,8 +60,8 @@ def make_plan(meta: AttentionMetadata, spec: AttentionSpec, threads: int, unit_r
     )
 
 
-def _array(tensor: object, dtype: type) -> np.ndarray:
-    return np.ascontiguousarray(tensor, dtype=dtype)
+def _array(tensor: torch.Tensor) -> Int32:
+    return np.ascontiguousarray(tensor, dtype=np.int32)
 
 
 def _units(starts: Int32, per_unit: int) -> Int64:
@@ -79,7 +78,8 @@ def _costs(units: Int64, starts: Int32, lens: Int32, spec: AttentionSpec) -> Int
     seq, first, tokens = units.T
     end = lens[seq].astype(np.int64) - (starts[seq + 1] - first - tokens)
     keys = end if spec.sliding_window is None else np.minimum(end, spec.sliding_window + tokens)
-    return tokens * spec.group_size * (keys + _COST_OF_START)
+    cost: Int64 = tokens * spec.group_size * (keys + _COST_OF_START)
+    return cost
 
 
 def _chunks(cost: Int64, num_kv_heads: int, wanted: int) -> Int64:

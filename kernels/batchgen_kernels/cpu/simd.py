@@ -7,6 +7,8 @@ multiply-adds are `llvm.fma` (rounded once, everywhere), everything else is a pl
 How many rows share a call changes which registers hold what, never the arithmetic of one row.
 """
 
+# mypy: disable-error-code="no-untyped-call"
+
 from __future__ import annotations
 
 import math
@@ -23,6 +25,7 @@ LANES = 16
 """Keys in one vector of scores, values in one vector of output."""
 TILE = 64
 """Keys between two updates of the running maximum. Tiles start at multiples of it, from position 0."""
+VECTORS = TILE // LANES
 MAX_ROWS = 6
 """Query rows that share the loads of one tile."""
 
@@ -83,6 +86,19 @@ def _fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     return b.call(function, [x, y, z])
 
 
+def _address(b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.Value:
+    return b.load(b.inttoptr(b.add(table, b.shl(index, _index(3))), _I64.as_pointer()))
+
+
+def _prefetch(b: ir.IRBuilder, base: ir.Value, offset: ir.Value) -> None:
+    pointer = _at(b, base, offset, ir.IntType(8))
+    # Blocks lie anywhere, so the processor cannot guess the next. Into the second level cache: the first
+    # holds the tile that is being used.
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    b.call(function, [pointer, *(ir.Constant(_I32, x) for x in (0, 2, 1))])
+
+
 def _accumulators(b: ir.IRBuilder, count: int) -> list[ir.Value]:
     """Stack slots that LLVM turns into registers."""
     return [cgutils.alloca_once(b, _VEC) for _ in range(count)]
@@ -115,21 +131,23 @@ def scores(
 ) -> Any:
     """Dot products of `rows` queries with the key vectors `first` to `last` (exclusive) of a tile.
 
-    Arguments are addresses or counts (int64): query [rows, head_size]; keys, an array of addresses of
-    float[head_size, stride] of which the first LANES columns are the keys; out [rows, TILE].
+    Arguments are addresses or counts (int64): query [rows, head_size]; keys, the
+    addresses of float[head_size, stride], one for each LANES keys of this tile and of the next, which is
+    prefetched; out [rows, TILE].
     """
 
     def emit(b: ir.IRBuilder, args: Sequence[ir.Value], n: int, vectors: int, group: ir.Value) -> None:
         query, keys, _, _, _, head_size, stride, out = args
-        columns = [
-            b.load(b.inttoptr(b.add(keys, b.mul(b.add(group, _index(v)), _index(8))), _I64.as_pointer()))
-            for v in range(vectors)
-        ]
+        columns = [_address(b, keys, b.add(group, _index(v))) for v in range(vectors)]
+        ahead = [_address(b, keys, b.add(group, _index(v + VECTORS))) for v in range(vectors)]
         sums = _accumulators(b, n * vectors)
         for slot in sums:
             b.store(_const(0.0), slot)
         with cgutils.for_range(b, head_size) as loop:
-            k = [_load(b, column, b.mul(loop.index, stride)) for column in columns]
+            offset = b.mul(loop.index, stride)
+            k = [_load(b, column, offset) for column in columns]
+            for column in ahead:
+                _prefetch(b, column, offset)
             for r in range(n):
                 q = _load_splat(b, query, b.add(b.mul(head_size, _index(r)), loop.index))
                 for v in range(vectors):
@@ -229,9 +247,7 @@ def softmax(
             with b.if_then(capped):
                 b.store(b.fmul(_splat(b, cap), _tanh(b, b.load(x))), x)
             lane = b.add(_splat(b, b.trunc(offset, _I32), _IVEC), _iconst(range(LANES)))
-            visible = b.and_(
-                b.icmp_signed(">=", lane, low_lane), b.icmp_signed("<", lane, high_lane)
-            )
+            visible = b.and_(b.icmp_signed(">=", lane, low_lane), b.icmp_signed("<", lane, high_lane))
             # Hidden lanes may hold anything, NaN included: a select, not an addition.
             masked = b.select(visible, b.load(x), _const(-math.inf))
             _store(b, masked, scores, offset)
@@ -257,13 +273,21 @@ def softmax(
 
 @intrinsic
 def accumulate(
-    typingctx: Any, weights: Any, values: Any, low: Any, high: Any, rows: Any, width: Any, alpha: Any, out: Any
+    typingctx: Any,
+    weights: Any,
+    values: Any,
+    low: Any,
+    high: Any,
+    rows: Any,
+    width: Any,
+    alpha: Any,
+    out: Any,
 ) -> Any:
     """out = out * alpha + weights @ values for `rows` rows over the keys `low` to `high` of a tile.
 
-    Arguments are addresses or counts (int64): weights [rows, TILE]; values, an array of addresses of
-    float[LANES, width], one for each LANES keys; alpha [rows]; out [rows, width]; width is a multiple
-    of LANES. Keys outside the range are not read.
+    Arguments are addresses or counts (int64): weights [rows, TILE]; values, the addresses of
+    float[LANES, width], one for each LANES keys of this tile and of the next, which is prefetched; alpha
+    [rows]; out [rows, width]; width is a multiple of LANES. Keys outside the range are not read.
     """
 
     def emit(b: ir.IRBuilder, args: Sequence[ir.Value], n: int, vectors: int, column: ir.Value) -> None:
@@ -277,9 +301,11 @@ def accumulate(
                 b.store(b.fmul(old, scale), sums[r * vectors + v])
         with cgutils.for_range_slice(b, low, high, _index(1), _I64) as (key, _):
             group, within = b.ashr(key, _index(4)), b.and_(key, _index(LANES - 1))
-            base = b.load(b.inttoptr(b.add(values, b.mul(group, _index(8))), _I64.as_pointer()))
+            base, ahead = _address(b, values, group), _address(b, values, b.add(group, _index(VECTORS)))
             start = b.add(b.mul(within, width), column)
             row = [_load(b, base, b.add(start, _index(v * LANES))) for v in range(vectors)]
+            for v in range(vectors):
+                _prefetch(b, ahead, b.add(start, _index(v * LANES)))
             for r in range(n):
                 weight = _load_splat(b, weights, b.add(key, _index(r * TILE)))
                 for v in range(vectors):

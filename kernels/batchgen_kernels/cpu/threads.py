@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-Run = Callable[[int, int, int], None]
-"""(address of a `void (*)(void *)`, address of its argument, number of threads)."""
+Run = Callable[[int, ctypes.Structure, int], None]
+"""(address of a `void (*)(void *)`, what it is given the address of, number of threads)."""
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def run_on_caller(function: int, argument: int, threads: int) -> None:
+def run_on_caller(function: int, argument: ctypes.Structure, threads: int) -> None:
     """One thread: this one."""
-    _FUNCTION(function)(argument)
+    _FUNCTION(function)(ctypes.addressof(argument))
 
 
 @cache
@@ -41,8 +41,8 @@ def _openmp_team() -> Run | None:
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
 
-    def run(function: int, argument: int, threads: int) -> None:
-        parallel(function, argument, threads, 0)
+    def run(function: int, argument: ctypes.Structure, threads: int) -> None:
+        parallel(function, ctypes.addressof(argument), threads, 0)
 
     return run
 
@@ -50,7 +50,7 @@ def _openmp_team() -> Run | None:
 def _python_team() -> Run:
     pools: dict[int, ThreadPoolExecutor] = {}
 
-    def run(function: int, argument: int, threads: int) -> None:
+    def run(function: int, argument: ctypes.Structure, threads: int) -> None:
         pool = pools.setdefault(threads, ThreadPoolExecutor(threads - 1, "batchgen-attention"))
         others = [pool.submit(run_on_caller, function, argument, 1) for _ in range(threads - 1)]
         run_on_caller(function, argument, 1)

@@ -1,0 +1,69 @@
+"""Choosing a backend: by name, by itself, and what is said when it cannot be done."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchgen_kernels import CAPABILITIES, AttentionSpec, BackendError, select
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+SPEC = AttentionSpec(num_heads=2, num_kv_heads=1, head_size=8, v_head_size=8, scale=1.0)
+
+
+def test_auto_takes_the_first_that_can() -> None:
+    assert select("auto", SPEC, "cpu").backend.name == "cpu"
+    chosen = select("auto", [SPEC, SPEC], "cpu", torch.bfloat16)
+    assert chosen.backend.name == "reference"
+    assert "the cpu attention backend computes in torch.float32, not in torch.bfloat16" in chosen.reason
+
+
+def test_a_name_is_obeyed_or_refused() -> None:
+    assert select("reference", SPEC, "cpu").backend.name == "reference"
+    with pytest.raises(BackendError, match="'fast' does not exist; use one of auto, cpu, reference"):
+        select("fast", SPEC, "cpu")
+    with pytest.raises(BackendError, match=r"not in torch\.bfloat16; use 'auto'"):
+        select("cpu", SPEC, "cpu", torch.bfloat16)
+
+
+def test_every_backend_agrees_with_the_table() -> None:
+    for name, capability in CAPABILITIES.items():
+        backend = select(name, SPEC, "cpu").backend
+        assert backend.name == name
+        for dtype in (torch.float32, torch.float16, torch.int8):
+            assert backend.supports(SPEC, torch.device("cpu"), dtype) == capability.refusal(
+                SPEC, torch.device("cpu"), dtype
+            )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 3, "num_kv_heads": 2}, r"num_heads: 3 .* multiple of num_kv_heads \(2\)"),
+        ({"head_size": 0}, "head_size: 0"),
+        ({"scale": float("nan")}, "scale: nan"),
+        ({"sliding_window": 0}, "sliding_window: 0"),
+        ({"softcap": -1.0}, "softcap: -1.0"),
+    ],
+)
+def test_a_spec_names_what_is_wrong(change: dict[str, float], message: str) -> None:
+    fields = {"num_heads": 2, "num_kv_heads": 1, "head_size": 8, "v_head_size": 8, "scale": 1.0}
+    with pytest.raises(ValueError, match=message):
+        AttentionSpec(**(fields | change))
+
+
+def test_importing_loads_no_compiler() -> None:
+    code = "import sys, batchgen_kernels; print(sorted({'numba', 'triton', 'llvmlite'} & set(sys.modules)))"
+    env = os.environ | {"PYTHONPATH": str(KERNELS)}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_the_source_root_is_no_package() -> None:
+    """transformers imports the PyPI package named kernels; ours must never be found by that name."""
+    assert not (KERNELS / "__init__.py").exists()
