@@ -36,6 +36,7 @@ def finite_rows(logits: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(logits).all(dim=-1)
 
 
+@torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Draw one token per row.
 
