@@ -174,6 +174,17 @@ def test_a_sliding_group_forgets_all_it_has_when_something_is_not_finite():
     assert len(manager.pool.index) == 0
 
 
+def test_the_null_block_does_not_make_a_sharer():
+    manager = make(num_blocks=20, windows=(3,), prefix_caching=False)
+    bad, apart = row(0, range(9)), row(1, range(50, 59))
+    for request in (bad, apart):
+        admit(manager, request)
+        request.output_token_ids.append(1)
+        manager.allocate_slots(request, 1)
+        assert manager.block_ids(request)[0][0] == 0
+    assert manager.evict_from(bad, 0) == []
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_all_blocks_come_back(prefix_caching):
     manager = make(num_blocks=20, prefix_caching=prefix_caching, windows=(None, 4))

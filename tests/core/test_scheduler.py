@@ -184,6 +184,41 @@ def test_a_resumed_request_is_counted_apart():
     assert (scheduler.stats.prompt_tokens, scheduler.stats.cached_tokens) == (15, 0)
     assert (scheduler.stats.resumed_tokens, scheduler.stats.resumed_cached_tokens) == (8, 4)
     assert scheduler.requests[1].num_cached_tokens == 0
+    assert scheduler.stats.scheduled_tokens == 8 + 7 + 1 + 4
+
+
+def test_a_failed_step_does_not_touch_the_first_hit_of_a_resumed_request():
+    scheduler = make(num_blocks=8)
+    scheduler.add(row(0, 8))
+    run(scheduler)
+    scheduler.add(row(1, 9))
+    run(scheduler)
+    assert scheduler.requests[1].num_cached_tokens == 8
+    assert scheduler.poison(0) == [1]
+    scheduler.rollback(scheduler.schedule())
+    assert scheduler.requests[1].state is RequestState.PREEMPTED
+    assert scheduler.requests[1].num_cached_tokens == 8
+    assert (scheduler.stats.resumed_tokens, scheduler.stats.resumed_cached_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(("max_tokens", "computed"), [(0, 1), (3, 3), (16, 10), (99, 10), (None, 10)])
+def test_a_step_can_be_made_smaller_but_not_larger_or_empty(max_tokens, computed):
+    scheduler = make(budget=10)
+    scheduler.add(row(0, 12))
+    assert scheduler.schedule(max_tokens).total_tokens == computed
+
+
+def test_debug_checks_follow_every_call(monkeypatch):
+    scheduler, calls = make(), []
+    monkeypatch.setattr(scheduler, "check", lambda: calls.append(len(calls)))
+    scheduler.add(row(0, 6))
+    failed = scheduler.schedule()
+    scheduler.rollback(failed)
+    scheduler.update(scheduler.schedule(), {0: 1})
+    scheduler.fork(0, row(1, 6, output_token_ids=[5]))
+    scheduler.finish(1)
+    scheduler.poison(0)
+    assert len(calls) == 8
 
 
 def test_a_chunked_prompt_is_admitted_only_if_all_of_it_fits():
@@ -331,6 +366,7 @@ def test_a_failed_step_leaves_no_trace():
     assert scheduler.requests[0].num_computed_tokens == 8
     assert [r.request_id for r in scheduler.waiting] == [1, 2]
     assert {r.state for r in scheduler.waiting} == {RequestState.WAITING}
+    assert {r.num_cached_tokens for r in scheduler.waiting} == {0}
     assert len(scheduler.manager.pool.index) == 2
     assert shape(scheduler.schedule(max_tokens=2)) == [(0, 8, 1, True), (1, 8, 1, False)]
 
@@ -369,6 +405,16 @@ def test_poison_takes_descendants_along_and_sends_sharers_back():
     assert len(scheduler.manager.pool.index) == 2
     assert run(scheduler) == [(2, 9, 1, True), (1, 0, 13, True)]
     assert scheduler.poison(99) == []
+
+
+def test_sharers_of_a_poisoned_row_wait_in_their_old_order():
+    scheduler = make(budget=64)
+    for i in range(4):
+        scheduler.add(row(i, 9 + i))
+    run(scheduler)
+    assert scheduler.poison(0) == [1, 2, 3]
+    assert [r.request_id for r in scheduler.waiting] == [1, 2, 3]
+    assert [r.sequence_number for r in scheduler.waiting] == [1, 2, 3]
 
 
 def test_poison_from_a_position_spares_what_is_before_it():

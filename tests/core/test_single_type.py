@@ -102,6 +102,14 @@ def test_a_sliding_sequence_never_holds_more_than_its_peak(window, chunk):
         assert pool.num_used <= manager.peak_blocks(stop)
 
 
+def test_a_sliding_sequence_misses_no_more_than_it_has_tokens_left():
+    manager, _ = manager_with([], window=100)
+    manager.open_table(1, [])
+    manager.allocate(1, 16)
+    assert manager.num_missing_blocks(1, 16) == 0
+    assert manager.num_missing_blocks(1, 17) == 1
+
+
 def coordinator(*windows, num_blocks=40):
     groups = tuple(KVCacheGroup(spec(window), (i,)) for i, window in enumerate(windows))
     pool = BlockPool(num_blocks)
