@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchgen_kernels import AttentionMetadata, AttentionSpec, KVCache
-from batchgen_kernels.cpu import CpuBackend
+from batchgen_kernels.cpu import CpuBackend, threads
+from batchgen_kernels.cpu import backend as cpu_backend
 from batchgen_kernels.cpu.cache import cache_directory
 from batchgen_kernels.reference import ReferenceBackend
 
@@ -154,16 +157,15 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("spec", VARIANTS)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_bits_do_not_depend_on_company_chunks_or_blocks(spec: AttentionSpec, threads: int) -> None:
-    torch.set_num_threads(threads)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_bits_do_not_depend_on_company_chunks_or_blocks(spec: AttentionSpec, num_threads: int) -> None:
     backend = CpuBackend()
     lengths = [5, 64, 131, 200]
     sinks = torch.linspace(-1, 3, spec.num_heads) if spec.has_sinks else None
     histories = [History.make(spec, n, seed) for seed, n in enumerate(lengths)]
     torch.set_num_threads(1)
     alone = [whole(backend, spec, h, sinks=sinks) for h in histories]
-    torch.set_num_threads(threads)
+    torch.set_num_threads(num_threads)
     for chunk in (1, 7, 50):
         cache = Cache.make(backend, spec, 16, 64, seed=chunk)
         tables = [cache.table(n) for n in lengths]
@@ -175,6 +177,27 @@ def test_bits_do_not_depend_on_company_chunks_or_blocks(spec: AttentionSpec, thr
                 outputs[i].append(rows)
         for got, want in zip(outputs, alone, strict=True):
             assert torch.equal(torch.cat(got), want)
+
+
+@pytest.mark.parametrize("make_team", [threads._openmp_team, threads._python_team])
+def test_bits_do_not_depend_on_who_runs_the_threads(
+    make_team: Callable[[], threads.Run | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_team()
+    assert run is not None
+    used: list[int] = []
+
+    def spy(function: int, argument: ctypes.Structure, count: int) -> None:
+        used.append(count)
+        run(function, argument, count)
+
+    h = History.make(BASE, 200, 9)
+    torch.set_num_threads(1)
+    want = whole(CpuBackend(), BASE, h)
+    monkeypatch.setattr(cpu_backend, "team", lambda: spy)
+    torch.set_num_threads(3)
+    assert torch.equal(whole(CpuBackend(), BASE, h), want)
+    assert used == [3]
 
 
 def test_bits_do_not_depend_on_block_size() -> None:

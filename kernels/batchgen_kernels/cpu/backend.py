@@ -179,8 +179,6 @@ def _make_layer_plan(plan: Plan, spec: AttentionSpec, block_size: int) -> _Layer
         num_chunks=len(plan.chunks),
         chunks=plan.chunks.ctypes.data,
         units=plan.units.ctypes.data,
-        starts=plan.starts.ctypes.data,
-        lens=plan.lens.ctypes.data,
         table=plan.table.ctypes.data,
         table_width=plan.table.shape[1],
         block_size=block_size,

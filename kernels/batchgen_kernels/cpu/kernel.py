@@ -129,41 +129,61 @@ def scratch_floats(rows: int, head_size: int, v_width: int) -> int:
     return -(-(addresses + MAX_ROWS * TILE + rows * per_row) // LANES) * LANES
 
 
-@njit
+@njit(error_model="numpy")
 def _floats(address: Any, count: Any) -> Any:
     return carray(as_pointer(address), count, float32)
 
 
-@njit
+@njit(error_model="numpy")
 def _low(position: Any, window: Any, tile: Any) -> Any:
     """First key of the tile that a query at `position` sees; window 0 is none."""
     return max(position - window + 1 - tile * TILE, 0) if window > 0 else 0
 
 
-@njit
+@njit(error_model="numpy")
 def _high(position: Any, tile: Any) -> Any:
     """End of the keys of the tile that a query at `position` sees; at most 0 if it sees none."""
     return min(position + 1 - tile * TILE, TILE)
 
 
-@njit
-def _locate(a: Any, table: Any, head: Any, tile: Any, first: Any, last: Any, keys: Any, values: Any) -> None:
-    """Addresses of the keys and values of each LANES positions of `tile`, and, to be prefetched, of the next.
+@njit(error_model="numpy")
+def _unit(a: Any, unit: Any) -> Any:
+    """(sequence, first row of the step, rows, position of the first row) of a unit."""
+    seq, first, tokens, position = carray(as_pointer(a[Attend.UNITS] + 32 * unit), 4, int64)
+    return seq, first, tokens, position
 
-    Vectors without a position from `first` to `last` are left as they are: nothing reads them.
-    """
-    size, width = a[Attend.BLOCK_SIZE], a[Attend.V_WIDTH]
-    for vector in range(
-        max(first // LANES - tile * VECTORS, 0), min(last // LANES - tile * VECTORS + 1, 2 * VECTORS)
-    ):
-        position = tile * TILE + vector * LANES
-        block = table[position // size] * a[Attend.NUM_KV_HEADS] + head
-        offset = position % size
+
+@njit(error_model="numpy")
+def _tiles(position: Any, tokens: Any, window: Any) -> Any:
+    """First tile that any of the tokens sees, and the last."""
+    first_key = max(position - window + 1, 0) if window > 0 else 0
+    return first_key // TILE, (position + tokens - 1) // TILE
+
+
+@njit(error_model="numpy")
+def _first_tile(a: Any, unit: Any) -> Any:
+    _, _, tokens, position = _unit(a, unit)
+    return _tiles(position, tokens, a[Attend.WINDOW])[0]
+
+
+@njit(error_model="numpy")
+def _locate(a: Any, head: Any, unit: Any, tile: Any, keys: Any, values: Any) -> None:
+    """Addresses of the keys and values of each LANES positions of `tile` that the unit sees."""
+    seq, _, tokens, position = _unit(a, unit)
+    size, width, window = a[Attend.BLOCK_SIZE], a[Attend.V_WIDTH], a[Attend.WINDOW]
+    table = carray(
+        as_pointer(a[Attend.TABLE] + 4 * seq * a[Attend.TABLE_WIDTH]), a[Attend.TABLE_WIDTH], int32
+    )
+    first, last = _low(position, window, tile), _high(position + tokens - 1, tile) - 1
+    for vector in range(first // LANES, last // LANES + 1):
+        at = tile * TILE + vector * LANES
+        block = table[at // size] * a[Attend.NUM_KV_HEADS] + head
+        offset = at % size
         keys[vector] = a[Attend.KEY] + 4 * (block * a[Attend.HEAD_SIZE] * size + offset)
         values[vector] = a[Attend.VALUE] + 4 * (block * size + offset) * width
 
 
-@njit
+@njit(error_model="numpy")
 def _attend_rows(
     a: Any,
     rows: Any,
@@ -227,17 +247,27 @@ def _attend_rows(
         )
 
 
-@njit
-def _attend_tiles(a: Any, table: Any, head: Any, position: Any, tokens: Any, scratch: Any) -> None:
-    """All tiles for one unit: `tokens` query tokens from `position` on, whose state is in `scratch`."""
+@njit(error_model="numpy")
+def _attend_tiles(a: Any, head: Any, unit: Any, end_unit: Any, scratch: Any) -> None:
+    """All tiles for one unit, whose state is in `scratch`. The first tile is located already.
+
+    While a tile is used the next one is prefetched; after the last comes the first tile of the next unit.
+    """
     group, window = a[Attend.GROUP], a[Attend.WINDOW]
     s, m, t, alpha, q, acc, keys, values = scratch
     key_addresses = carray(as_pointer(keys), 2 * VECTORS, int64)
     value_addresses = carray(as_pointer(values), 2 * VECTORS, int64)
-    first_key = max(position - window + 1, 0) if window > 0 else 0
-    last_key = position + tokens - 1
-    for tile in range(first_key // TILE, last_key // TILE + 1):
-        _locate(a, table, head, tile, first_key, last_key, key_addresses, value_addresses)
+    _, _, tokens, position = _unit(a, unit)
+    first_tile, last_tile = _tiles(position, tokens, window)
+    for tile in range(first_tile, last_tile + 1):
+        for vector in range(VECTORS):
+            key_addresses[vector] = key_addresses[VECTORS + vector]
+            value_addresses[vector] = value_addresses[VECTORS + vector]
+        next_unit, next_tile = unit, tile + 1
+        if tile == last_tile:
+            next_unit = min(unit + 1, end_unit - 1)
+            next_tile = _first_tile(a, next_unit)
+        _locate(a, head, next_unit, next_tile, key_addresses[VECTORS:], value_addresses[VECTORS:])
         # The tokens that see anything of this tile are neighbours: not above it, their window not past it.
         start = max(tile * TILE - position, 0)
         stop = min(tile * TILE + TILE - 1 + window - position, tokens) if window > 0 else tokens
@@ -250,7 +280,7 @@ def _attend_tiles(a: Any, table: Any, head: Any, position: Any, tokens: Any, scr
             row += rows
 
 
-@njit
+@njit(error_model="numpy")
 def _start_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any) -> None:
     """Scaled queries, and the state of a softmax that has seen nothing but the sink."""
     group, head_size, width = a[Attend.GROUP], a[Attend.HEAD_SIZE], a[Attend.V_WIDTH]
@@ -274,7 +304,7 @@ def _start_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any) 
             maximum[r] = float32(-float("inf"))
 
 
-@njit
+@njit(error_model="numpy")
 def _finish_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any) -> None:
     group, v_head_size, width = a[Attend.GROUP], a[Attend.V_HEAD_SIZE], a[Attend.V_WIDTH]
     _, _, t, _, _, acc, _, _ = scratch
@@ -291,10 +321,9 @@ def _finish_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any)
             out[d] = sums[r * width + d] / denominator
 
 
-@njit
-def _divide_scratch(a: Any, slot: Any, rows: Any) -> Any:
+@njit(error_model="numpy")
+def _divide_scratch(a: Any, keys: Any, rows: Any) -> Any:
     """Addresses inside a thread's scratch memory: s, m, t, alpha, q, acc, key and value addresses."""
-    keys = a[Attend.SCRATCH] + 4 * slot * a[Attend.SCRATCH_STRIDE]
     values = keys + 16 * VECTORS
     s = values + 16 * VECTORS
     t = s + 4 * MAX_ROWS * TILE
@@ -305,30 +334,28 @@ def _divide_scratch(a: Any, slot: Any, rows: Any) -> Any:
     return s, m, t, alpha, q, acc, keys, values
 
 
-@njit
+@njit(error_model="numpy")
 def _attend(a: Any) -> None:
     counters = a.ctypes.data
     slot = fetch_add(counters + 8 * Attend.THREADS_STARTED, 1)
-    table_width = a[Attend.TABLE_WIDTH]
+    keys = a[Attend.SCRATCH] + 4 * slot * a[Attend.SCRATCH_STRIDE]
+    ahead = carray(as_pointer(keys), 4 * VECTORS, int64)
     while True:
         chunk = fetch_add(counters + 8 * Attend.CHUNKS_CLAIMED, 1)
         if chunk >= a[Attend.NUM_CHUNKS]:
             return
         head, unit, end = carray(as_pointer(a[Attend.CHUNKS] + 24 * chunk), 3, int64)
+        _locate(a, head, unit, _first_tile(a, unit), ahead[VECTORS : 2 * VECTORS], ahead[3 * VECTORS :])
         while unit < end:
-            seq, first, tokens = carray(as_pointer(a[Attend.UNITS] + 24 * unit), 3, int64)
-            starts = carray(as_pointer(a[Attend.STARTS]), seq + 2, int32)
-            seq_len = carray(as_pointer(a[Attend.LENS]), seq + 1, int32)[seq]
-            table = carray(as_pointer(a[Attend.TABLE] + 4 * seq * table_width), table_width, int32)
-            scratch = _divide_scratch(a, slot, tokens * a[Attend.GROUP])
-            position = int64(seq_len) - int64(starts[seq + 1]) + first
+            _, first, tokens, _ = _unit(a, unit)
+            scratch = _divide_scratch(a, keys, tokens * a[Attend.GROUP])
             _start_unit(a, head, first, tokens, scratch)
-            _attend_tiles(a, table, head, position, tokens, scratch)
+            _attend_tiles(a, head, unit, end, scratch)
             _finish_unit(a, head, first, tokens, scratch)
             unit += 1
 
 
-@njit
+@njit(error_model="numpy")
 def _write_row(a: Any, row: Any, slot: Any) -> None:
     size, heads = a[Write.BLOCK_SIZE], a[Write.NUM_KV_HEADS]
     head_size, v_head_size, width = a[Write.HEAD_SIZE], a[Write.V_HEAD_SIZE], a[Write.V_WIDTH]
@@ -349,7 +376,7 @@ def _write_row(a: Any, row: Any, slot: Any) -> None:
             target[d] = source[d]
 
 
-@njit
+@njit(error_model="numpy")
 def _write(a: Any) -> None:
     slots = carray(as_pointer(a[Write.SLOTS]), a[Write.NUM_ROWS], int64)
     while True:

@@ -25,16 +25,14 @@ class Plan:
     """The work of one layer.
 
     Args:
-        starts, lens, table: the metadata as contiguous arrays.
-        units: [U, 3] of (sequence, first row of the step, number of rows).
+        table: the block table.
+        units: [U, 4] of (sequence, first row of the step, number of rows, position of the first row).
         chunks: [C, 3] of (KV head, first unit, end of units); KV heads outermost, so that sequences which
             share blocks read them from the processor's cache.
         largest_unit: query rows (tokens times group) of the largest unit.
         cost: query-key pairs of all heads.
     """
 
-    starts: Int32
-    lens: Int32
     table: Int32
     units: Int64
     chunks: Int64
@@ -46,12 +44,10 @@ def make_plan(meta: AttentionMetadata, spec: AttentionSpec, threads: int, unit_r
     """Plan for `threads` threads and units of about `unit_rows` query rows."""
     starts, lens = _array(meta.query_start_loc), _array(meta.seq_lens)
     per_unit = max(1, unit_rows // spec.group_size)
-    units = _units(starts, per_unit)
-    cost = _costs(units, starts, lens, spec)
+    units = _units(starts, lens, per_unit)
+    cost = _costs(units, spec)
     chunks = _chunks(cost, spec.num_kv_heads, threads * CHUNKS_PER_THREAD)
     return Plan(
-        starts=starts,
-        lens=lens,
         table=_array(meta.block_table),
         units=units,
         chunks=chunks,
@@ -64,19 +60,20 @@ def _array(tensor: torch.Tensor) -> Int32:
     return np.ascontiguousarray(tensor, dtype=np.int32)
 
 
-def _units(starts: Int32, per_unit: int) -> Int64:
+def _units(starts: Int32, lens: Int32, per_unit: int) -> Int64:
     rows = np.diff(starts).astype(np.int64)
     count = -(-rows // per_unit)
     seq = np.repeat(np.arange(len(rows)), count)
     within = np.arange(len(seq)) - np.repeat(np.cumsum(count) - count, count)
     first = within * per_unit
     tokens = np.minimum(per_unit, rows[seq] - first)
-    return np.ascontiguousarray(np.stack([seq, starts[seq] + first, tokens], axis=1), dtype=np.int64)
+    position = lens[seq] - rows[seq] + first
+    return np.stack([seq, starts[seq] + first, tokens, position], axis=1).astype(np.int64)
 
 
-def _costs(units: Int64, starts: Int32, lens: Int32, spec: AttentionSpec) -> Int64:
-    seq, first, tokens = units.T
-    end = lens[seq].astype(np.int64) - (starts[seq + 1] - first - tokens)
+def _costs(units: Int64, spec: AttentionSpec) -> Int64:
+    _, _, tokens, position = units.T
+    end = position + tokens
     keys = end if spec.sliding_window is None else np.minimum(end, spec.sliding_window + tokens)
     cost: Int64 = tokens * spec.group_size * (keys + _COST_OF_START)
     return cost

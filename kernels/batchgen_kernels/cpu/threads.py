@@ -51,8 +51,9 @@ def _python_team() -> Run:
     pools: dict[int, ThreadPoolExecutor] = {}
 
     def run(function: int, argument: ctypes.Structure, threads: int) -> None:
-        pool = pools.setdefault(threads, ThreadPoolExecutor(threads - 1, "batchgen-attention"))
-        others = [pool.submit(run_on_caller, function, argument, 1) for _ in range(threads - 1)]
+        if threads not in pools:
+            pools[threads] = ThreadPoolExecutor(threads - 1, "batchgen-attention")
+        others = [pools[threads].submit(run_on_caller, function, argument, 1) for _ in range(threads - 1)]
         run_on_caller(function, argument, 1)
         wait(others)
 
