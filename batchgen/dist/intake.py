@@ -1,0 +1,130 @@
+"""The worker's reading side: receive rows, render and tokenize them ahead of the engine.
+
+Runs in one thread beside the engine loop, because tokenizing releases the interpreter lock and the
+engine must not wait for it. The engine loop takes what is ready and never blocks on text.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from batchgen.dist.channel import Channel, ChannelClosed
+from batchgen.text.prompt import PreparedRow, PromptRenderer
+from batchgen.types import Output, Request, RowError, SamplingParams
+
+GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The supervisor is gone or the channel broke."""
+
+    error: BaseException | None = None
+
+
+class Intake:
+    """Turns messages into ready requests and control messages.
+
+    Args:
+        channel: to the supervisor.
+        renderer: from columns to token ids.
+        sampling: of every row.
+        max_model_len: longest prompt plus output, in tokens.
+        order: `prefix` puts rows with common beginnings next to each other, `length` puts the longest
+            prompts first, `input` keeps the order of arrival.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        renderer: PromptRenderer,
+        sampling: SamplingParams,
+        max_model_len: int,
+        order: str,
+    ) -> None:
+        self._channel = channel
+        self._renderer = renderer
+        self._sampling = sampling
+        self._max_model_len = max_model_len
+        self._order = order
+        self._ready: queue.SimpleQueue[Request | Output] = queue.SimpleQueue()
+        self._control: queue.SimpleQueue[Mapping[str, Any] | Closed] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._receive, name="intake", daemon=True)
+        self._thread.start()
+
+    def control(self) -> Iterator[Mapping[str, Any] | Closed]:
+        """Control messages that have arrived, oldest first."""
+        yield from _drain(self._control, None)
+
+    def take(self, limit: int) -> Iterator[Request | Output]:
+        """At most `limit` requests, or error outputs of rows that could not be rendered."""
+        yield from _drain(self._ready, limit)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until something arrives, at most `seconds`."""
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+    def discard(self) -> None:
+        """Drop the rows that were not taken."""
+        for _ in _drain(self._ready, None):
+            pass
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                message = self._channel.receive()
+                if message["type"] == "rows":
+                    self._prepare(message["rows"])
+                else:
+                    self._control.put(message)
+                self._wake.set()
+        except ChannelClosed:
+            self._control.put(Closed())
+        except Exception as error:
+            self._control.put(Closed(error))
+        self._wake.set()
+
+    def _prepare(self, rows: list[tuple[int, dict[str, Any], list[int]]]) -> None:
+        prepared: list[Request | Output] = []
+        for i in range(0, len(rows), GROUP):
+            group = rows[i : i + GROUP]
+            results = self._renderer.prepare_batch([(r[0], r[1]) for r in group], self._max_model_len)
+            for (row, _, partial), result in zip(group, results, strict=True):
+                prepared.append(self._request(row, result, partial))
+        for item in sorted(prepared, key=self._sort_key):
+            self._ready.put(item)
+
+    def _request(self, row: int, result: PreparedRow | RowError, partial: list[int]) -> Request | Output:
+        if isinstance(result, RowError):
+            return Output(row, error=result)
+        return Request(
+            request_id=row,
+            prompt_token_ids=result.token_ids,
+            sampling=replace(self._sampling),
+            output_token_ids=list(partial),
+        )
+
+    def _sort_key(self, item: Request | Output) -> Any:
+        if isinstance(item, Output):
+            return (0, [])
+        if self._order == "prefix":
+            return (1, item.prompt_token_ids)
+        if self._order == "length":
+            return (1, [-len(item.prompt_token_ids)])
+        return (1, [])
+
+
+def _drain(source: queue.SimpleQueue[Any], limit: int | None) -> Iterator[Any]:
+    taken = 0
+    while limit is None or taken < limit:
+        try:
+            yield source.get_nowait()
+        except queue.Empty:
+            return
+        taken += 1

@@ -1,0 +1,184 @@
+"""The real worker process over its real channel, on a tiny model."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import oracle, save_tiny_llama
+
+from batchgen.dist.handle import WorkerHandle, launch_worker
+from batchgen.job.counters import create_counters, read_counters
+from batchgen.text.tokenizer import Tokenizer
+
+WAIT = 120
+
+
+class Talk:
+    """A started worker and what it said."""
+
+    def __init__(self, tmp_path: Path, folder: Path, **changes: Any) -> None:
+        self.counters = tmp_path / "worker.counters"
+        create_counters(self.counters)
+        self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.handle: WorkerHandle = launch_worker(tmp_path / "worker.log", self._messages.put)
+        config = {
+            "model": str(folder),
+            "prompt": {"mode": "completion"},
+            "sampling": {"max_tokens": 12, "temperature": None},
+            "order": "prefix",
+            "engine": {"max_model_len": 96, "max_num_seqs": 4},
+            "counters": str(self.counters),
+            **changes,
+        }
+        self.handle.send({"type": "start", "config": config})
+
+    def next(self, *kinds: str) -> dict[str, Any]:
+        """The next message of one of `kinds`; others are skipped."""
+        while True:
+            message = self._messages.get(timeout=WAIT)
+            assert message is not None, self.handle.last_lines()
+            if message["type"] in kinds:
+                return message
+
+    def results(self, count: int) -> dict[int, dict[str, Any]]:
+        """Results of `count` rows, each exactly once."""
+        done: dict[int, dict[str, Any]] = {}
+        while len(done) < count:
+            for row, result, _ in self.next("results")["rows"]:
+                assert row not in done
+                done[row] = result
+        return done
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def start(tmp_path: Path, model: Path) -> Iterator[Any]:
+    talks: list[Talk] = []
+
+    def make(**changes: Any) -> Talk:
+        talks.append(Talk(tmp_path, model, **changes))
+        return talks[-1]
+
+    yield make
+    for talk in talks:
+        talk.handle.kill()
+
+
+def rows(texts: list[str]) -> list[list[Any]]:
+    return [[i, {"prompt": text}, []] for i, text in enumerate(texts)]
+
+
+TEXTS = ["Hello", "the quick brown fox", "a", "zebra " * 6, "", "much too long " * 20, "ünïcode"]
+
+
+def test_rows_become_results_and_faults_stay_their_own(start: Any, model: Path) -> None:
+    talk = start()
+    ready = talk.next("ready", "fatal")
+    assert ready["type"] == "ready", ready
+    assert ready["pinned"]["max_model_len"] == 96
+    assert ready["facts"]["batch_invariant"] is True
+    talk.handle.send({"type": "rows", "rows": rows(TEXTS)})
+    done = talk.results(len(TEXTS))
+    assert [done[i]["status"] for i in range(7)] == ["ok"] * 4 + ["error", "error", "ok"]
+    assert [done[4]["error"][0], done[5]["error"][0]] == ["empty_prompt", "context_length"]
+    tokenizer = Tokenizer.load(str(model))
+    good = [0, 1, 2, 3, 6]
+    expected = oracle(model, tokenizer.encode_batch([TEXTS[i] for i in good]), 12)
+    assert [done[i]["text"] for i in good] == [tokenizer.decode(ids) for ids in expected]
+    counters = read_counters(talk.counters)
+    assert counters is not None
+    assert counters.sampled >= sum(len(ids) for ids in expected)
+
+
+def test_partials_resume_to_the_same_text(start: Any) -> None:
+    long = {"sampling": {"max_tokens": 64, "ignore_eos": True, "temperature": 0.8}}
+    talk = start(**long)
+    ready = talk.next("ready")
+    talk.handle.send({"type": "rows", "rows": rows(TEXTS[:3])})
+    told: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    while not all(told.values()):
+        talk.handle.send({"type": "checkpoint", "id": 1})
+        for row, first, ids in talk.next("partials")["rows"]:
+            assert first == len(told[row])
+            told[row] += ids
+    whole = talk.results(3)
+    talk.handle.kill()
+    again = start(**long, pinned=ready["pinned"])
+    again.next("ready")
+    again.handle.send({"type": "rows", "rows": [[i, {"prompt": TEXTS[i]}, told[i]] for i in range(3)]})
+    assert again.results(3) == whole
+
+
+def test_stop_sends_the_last_partials_and_exits(start: Any) -> None:
+    talk = start(sampling={"max_tokens": 64, "ignore_eos": True})
+    talk.next("ready")
+    talk.handle.send({"type": "rows", "rows": rows(TEXTS[:3])})
+    talk.next("progress")
+    talk.handle.send({"type": "stop"})
+    talk.next("partials")
+    assert talk.handle.wait(WAIT) == 0
+
+
+def test_drain_finishes_what_runs_and_drops_the_rest(start: Any) -> None:
+    talk = start(sampling={"max_tokens": 64, "ignore_eos": True})
+    talk.next("ready")
+    talk.handle.send({"type": "rows", "rows": rows(["some text"] * 400)})
+    finished = len(talk.next("results")["rows"])
+    talk.handle.send({"type": "drain"})
+    talk.handle.send({"type": "checkpoint", "id": 7})
+    while (message := talk.next("results", "partials"))["type"] == "results":
+        finished += len(message["rows"])
+    running = len(message["rows"])
+    assert 0 < running + finished < 400
+    talk.handle.send({"type": "stop"})
+    assert talk.handle.wait(WAIT) == 0
+
+
+def test_a_model_that_is_not_there_is_fatal_with_its_exit_code(start: Any, tmp_path: Path) -> None:
+    talk = start(model=str(tmp_path / "nothing"))
+    fatal = talk.next("fatal")
+    assert fatal["exit_code"] == 2
+    assert "model.path" in fatal["message"]
+    assert talk.handle.wait(WAIT) == 2
+
+
+def test_a_worker_does_not_outlive_its_supervisor(model: Path, tmp_path: Path) -> None:
+    create_counters(tmp_path / "c")
+    config = {
+        "model": str(model), "prompt": {"mode": "completion"}, "sampling": {}, "engine": {},
+        "counters": str(tmp_path / "c"),
+    }  # fmt: skip
+    program = (
+        "import sys, time, pathlib\n"
+        "from batchgen.dist.handle import launch_worker\n"
+        "def show(m): print(m and m['type'], flush=True)\n"
+        f"h = launch_worker(pathlib.Path({str(tmp_path / 'log')!r}), show)\n"
+        f"h.send({{'type': 'start', 'config': {config!r}}})\n"
+        "print('pid', h.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    supervisor = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert supervisor.stdout is not None
+    pid = int(supervisor.stdout.readline().split()[1])
+    assert supervisor.stdout.readline().strip() == "ready"
+    supervisor.send_signal(signal.SIGKILL)
+    supervisor.wait(WAIT)
+    supervisor.stdout.close()
+    for _ in range(WAIT * 10):
+        if not Path(f"/proc/{pid}").exists() or "Z (zombie)" in Path(f"/proc/{pid}/status").read_text():
+            return
+        os.sched_yield()
+        signal.sigtimedwait([], 0.1)
+    raise AssertionError("the worker outlived its supervisor")
