@@ -8,7 +8,7 @@ MODEL := build/SmolLM2-135M-Instruct.Q4_1.gguf
 HUMANEVAL := build/HumanEval.jsonl.gz
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity invariance bench clean
+.PHONY: help venv demo test ci lint unit parity invariance properties storm memory bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,15 @@ parity: $(MODEL) $(HUMANEVAL) ## greedy output against transformers on 64 real p
 
 invariance: $(MODEL) $(HUMANEVAL) ## bits of the real model under 200 random schedules
 	BATCHGEN_SCHEDULES=200 $(BIN)/python -m pytest tests/parity/test_real_invariance.py -s --timeout 7200
+
+properties: $(VENV)/.installed ## state machines of the core, a million steps
+	BATCHGEN_STEPS=1000000 $(BIN)/python -m pytest tests/core -k machine -s --timeout 7200
+
+storm: $(MODEL) $(HUMANEVAL) ## 2 x 20 SIGKILLs of the demo job, greedy and sampled; goes on where it was
+	$(BIN)/python tests/e2e/storm.py
+
+memory: $(MODEL) ## resident memory over 20,000 rows
+	$(BIN)/python tests/e2e/memory_growth.py
 
 bench: $(MODEL) $(HUMANEVAL) ## tokens/s beside transformers' generate, on an idle machine
 	$(BIN)/python tests/bench/versus_generate.py
