@@ -149,11 +149,14 @@ class KVCacheManager:
     def evict_from(self, request: Request, position: int) -> list[Request]:
         """Forget everything cached that depends on the request's keys and values from `position` on.
 
+        The request may have been preempted: what it left in the cache is forgotten all the same.
+
         Returns:
             The other requests that hold any of those blocks, in order of admission.
         """
         first = position // self.block_size
-        own = {i for ids in self.block_ids(request) for i in ids[first:]}
+        tables = self.block_ids(request) if request.request_id in self.requests else []
+        own = {i for ids in tables for i in ids[first:]}
         keys = self.coordinator.tainted_keys(request.block_hashes, first)
         bad = own.union(block.block_id for block in self.pool.evict(keys))
         bad.discard(self.pool.null_block.block_id)

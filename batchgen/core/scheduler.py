@@ -228,9 +228,7 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is None:
             return []
-        sharers: list[Request] = []
-        if request.state is RequestState.RUNNING:
-            sharers = self.manager.evict_from(request, first_position)
+        sharers = self.manager.evict_from(request, first_position)
         self._drop(request)
         for sharer in reversed(sharers):
             self._preempt(sharer)

@@ -417,6 +417,17 @@ def test_sharers_of_a_poisoned_row_wait_in_their_old_order():
     assert [r.sequence_number for r in scheduler.waiting] == [1, 2, 3]
 
 
+def test_poison_reaches_what_a_preempted_row_left_in_the_cache():
+    scheduler = make(budget=64)
+    scheduler.add(row(0, 9))
+    scheduler.add(row(1, [*range(8), 50, 51, 52, 53, 54]))
+    run(scheduler)
+    scheduler._preempt(scheduler.requests[1])
+    assert len(scheduler.manager.pool.index) == 3
+    assert scheduler.poison(1) == [0]
+    assert len(scheduler.manager.pool.index) == 0
+
+
 def test_poison_from_a_position_spares_what_is_before_it():
     scheduler = make(budget=64)
     scheduler.add(row(0, 9))

@@ -110,6 +110,15 @@ def test_a_sliding_sequence_misses_no_more_than_it_has_tokens_left():
     assert manager.num_missing_blocks(1, 17) == 1
 
 
+def test_a_sliding_sequence_misses_no_more_than_its_peak():
+    """Window of 5 and chunks of 8 in blocks of 4: at most 4 blocks at once."""
+    manager, _ = manager_with([], window=5)
+    manager.open_table(1, [])
+    manager.allocate(1, 12)
+    assert manager.peak_blocks(1000) == 4
+    assert manager.num_missing_blocks(1, 1000) == 1
+
+
 def coordinator(*windows, num_blocks=40):
     groups = tuple(KVCacheGroup(spec(window), (i,)) for i, window in enumerate(windows))
     pool = BlockPool(num_blocks)
