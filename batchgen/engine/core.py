@@ -196,7 +196,8 @@ class EngineCore:
 
     def _nonfinite(self, request: Request) -> Output:
         """A row whose logits are not finite is an error row; nothing of it may be shared."""
-        self.scheduler.poison(request.request_id)
+        # What it took from the cache at first was computed, and found finite, by others.
+        self.scheduler.poison(request.request_id, request.num_cached_tokens)
         del self._live[request.request_id]
         position = request.num_tokens
         return self._refused(
