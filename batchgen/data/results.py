@@ -14,6 +14,7 @@ from typing import Any, Self, cast
 import pyarrow as pa
 
 from batchgen.data.exact_json import clean_text
+from batchgen.data.identity import AUTO_COLUMN
 from batchgen.data.passthrough import (
     ColumnPassthrough,
     MemberPassthrough,
@@ -187,14 +188,13 @@ def _going_through(
 
 def _omitted(inputs: InputSet, names: Mapping[str, str]) -> list[str]:
     """The id column is not written twice under one name: ours carries it already."""
-    return [name for name in (inputs.options.id_column,) if name is not None and name == names["id"]]
+    name = inputs.options.id_column or AUTO_COLUMN
+    return [name] if name == names["id"] else []
 
 
 def _collision(key: str, name: str, inputs: InputSet) -> str:
     other = f"batchgen_{key}"
     remedy = f"rename ours with output.columns: {{{key}: {other}}}"
-    if key == "id" and inputs.options.id_column is None:
-        remedy = f"use it as the id with input.id: {name}, or {remedy}"
     return f"input column {name!r} has the name of a column of the output; {remedy}"
 
 

@@ -66,7 +66,8 @@ def open_input(
     Args:
         paths: one path or glob, or a list of them; relative ones against the working folder.
         format: auto, jsonl or parquet.
-        id_column: the column that holds the user's id; None makes `<base name>:<ordinal>`.
+        id_column: the column that holds the id; None is `auto`: the column `id` where a row has it, else
+            `<base name>:<ordinal>`.
         unicode: error or replace, for bytes that are not UTF-8 and lone surrogates.
         on_truncated: stop or keep, for cut gzip and zstd files.
         max_line_bytes: a longer JSONL line is an error row.

@@ -62,7 +62,6 @@ def test_renaming(tmp_path: Path) -> None:
             {},
             r"'usage' has the name .* rename ours with output.columns: {usage: batchgen_usage}",
         ),
-        ('{"id": 1}', {}, r"use it as the id with input.id: id, or rename ours"),
         ('{"a": 1}', {"renames": {"status": "a"}}, r"input column 'a' .* {status: batchgen_status}"),
         (
             "{}",
