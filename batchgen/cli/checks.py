@@ -1,8 +1,7 @@
 """What can be wrong with a job before any weights are loaded. Called by `validate`, `run` and `show`.
 
 Each check looks at one thing and says what it found; all are run, so that everything is reported at once.
-`run` leaves out those that need the tokenizer, because its process stays small: the engine worker makes
-them again before it loads weights.
+`run` leaves out those that need the tokenizer, because its process stays small.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def check_job(spec: JobSpec, report: Report, *, rows_for_ids: int) -> Prepared:
     with report.check():
         found.source, found.tokenizer_source = find_models(spec)
     with report.check():
-        check_output_folder(spec)
+        _check_output_is_folder(spec)
     return found
 
 
@@ -142,6 +141,14 @@ def find_models(spec: JobSpec) -> tuple[ModelSource, ModelSource | None]:
     return find_model(spec.model.path), find_model(spec.model.tokenizer) if spec.model.tokenizer else None
 
 
+def location(source: ModelSource) -> Path:
+    """The folder of a model, or its GGUF file."""
+    place = source.folder or source.gguf_file
+    if place is None:
+        raise ValueError("a model source is a folder or a GGUF file")
+    return place
+
+
 def load_tokenizer(source: ModelSource) -> Tokenizer:
     """A model's tokenizer, without any weights.
 
@@ -171,17 +178,15 @@ def check_prompt(spec: JobSpec, prompt: PromptSpec, tokenizer: Tokenizer, report
             )
 
 
-def check_output_folder(spec: JobSpec) -> None:
-    """The output folder can be written, or made.
+def check_output_writable(spec: JobSpec) -> None:
+    """What `run` will find out by writing: the output folder can be written or made, and has room.
 
     Raises:
-        UsageError: something else than a folder is there.
         StorageError: no permission, or less space than `run.min_free_disk`.
     """
-    folder = spec.output_folder
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = _existing_part(spec.output_folder)
     if not existing.is_dir():
-        raise UsageError(f"output.path: {existing} is a file; give a folder")
+        return
     if not os.access(existing, os.W_OK | os.X_OK):
         raise StorageError(
             f"output.path: no permission to write in {existing}; allow it or choose another output.path"
@@ -192,6 +197,16 @@ def check_output_folder(spec: JobSpec) -> None:
             f"output.path: {existing} has {free:,} bytes free and run.min_free_disk asks for "
             f"{spec.run.min_free_disk:,}; free some space or lower run.min_free_disk"
         )
+
+
+def _existing_part(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _check_output_is_folder(spec: JobSpec) -> None:
+    existing = _existing_part(spec.output_folder)
+    if not existing.is_dir():
+        raise UsageError(f"output.path: {existing} is a file; give a folder")
 
 
 def _check_output_columns(spec: JobSpec, inputs: InputSet) -> None:
@@ -233,9 +248,10 @@ def _scan(inputs: InputSet, limit: int, *, with_ids: bool) -> _Scan:
 
 def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> None:
     """Look at the first rows: those that are bad, and, where a column holds ids, those that occur twice."""
+    from batchgen.data.identity import AUTO_COLUMN
     from batchgen.data.source import WINDOW_ROWS
 
-    with_ids = spec.input.id != "auto"
+    with_ids = spec.input.id != "auto" or AUTO_COLUMN in inputs.columns()
     limit = min(spec.input.limit or most, most if with_ids else WINDOW_ROWS)
     scan = _scan(inputs, limit, with_ids=with_ids)
     report.facts |= {"rows_read": scan.read, "bad_rows": scan.bad, "columns": list(inputs.columns())}
@@ -253,7 +269,7 @@ def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> N
         more = f" and {len(scan.twice) - 3} more" if len(scan.twice) > 3 else ""
         raise UsageError(
             f"input.id: ids must be distinct, but {'; '.join(scan.twice[:3])}{more}; "
-            "remove one of each pair, or set input.id: auto to number the rows"
+            "remove one of each pair, or name another column in input.id"
         )
 
 
