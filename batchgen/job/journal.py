@@ -299,13 +299,15 @@ class JournalWriter:
             self._fd = -1
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class FoundResult:
-    """A row's winning result."""
+    """A row's winning result: where it lies, what it answers, and what is counted of it."""
 
     epoch: int
     location: Location
     digest: bytes
+    status: str
+    usage: tuple[int, int, int] | None
 
 
 @dataclass(slots=True)
@@ -382,8 +384,10 @@ def _apply(found: Replay, epoch: int, record: Record) -> None:
     if record.kind == Kind.RESULT:
         known = found.results.get(record.row)
         if known is None or known.epoch < epoch:
-            digest = ResultRecord.unpack(record.payload).digest
-            found.results[record.row] = FoundResult(epoch, record.location, digest)
+            result = ResultRecord.unpack(record.payload)
+            status, usage = result.message["status"], result.message["usage"]
+            counted = None if usage is None else (usage[0], usage[1], usage[2])
+            found.results[record.row] = FoundResult(epoch, record.location, result.digest, status, counted)
     elif record.kind == Kind.PARTIAL:
         partial = PartialRecord.unpack(record.payload)
         known_ids = found.partials.get(record.row)

@@ -1,0 +1,96 @@
+"""Puts a whole part together: results from the journal, the user's columns from the input once more.
+
+Runs in a thread beside the supervisor's loop, with a reader of the input of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from batchgen.data.results import RowResult
+from batchgen.data.row import PartIndexer, Row
+from batchgen.data.sink import Record
+from batchgen.data.source import InputSet
+from batchgen.job.index import changed_input
+from batchgen.job.journal import JournalReader
+from batchgen.job.parts import PartCommit
+from batchgen.job.window import OpenPart
+from batchgen.types import InputError
+
+if TYPE_CHECKING:
+    from batchgen.job.recovery import OpenJob
+
+
+class Assembler:
+    """Writes whole parts, one at a time.
+
+    Args:
+        job: whose parts they are.
+    """
+
+    def __init__(self, job: OpenJob) -> None:
+        self._job = job
+        self._reader = JournalReader(job.folder.journal, job.manifest.job_id)
+        self._inputs: InputSet | None = None
+
+    def write(self, part: OpenPart) -> PartCommit:
+        """Commit a whole part.
+
+        Raises:
+            InputError: the input is not what it was when the rows ran.
+            StorageError: the part cannot be written, or a journal record is damaged.
+            OwnershipError: another process has taken over.
+        """
+        job = self._job
+        return job.parts.commit(
+            part.part,
+            self._records(part),
+            job.plan,
+            job.manifest.compression,
+            lambda: job.claims.check(job.epoch),
+        )
+
+    def close(self) -> None:
+        """Close files."""
+        self._reader.close()
+        if self._inputs is not None:
+            self._inputs.close()
+
+    def _records(self, part: OpenPart) -> Iterator[Record]:
+        entry = part.entry
+        if entry is None:
+            raise ValueError(f"part {part.part} has not been read to its end")
+        indexer = PartIndexer(part.part, entry.start)
+        rows = self._open_inputs().rows(entry.start)
+        try:
+            for row in islice(rows, entry.rows):
+                indexer.add(row)
+                yield row, self._result(part, row)
+        finally:
+            # Parks the reader, so that the next part goes on where this one ended.
+            getattr(rows, "close", lambda: None)()
+        if indexer.entry() != entry:
+            raise self._changed(part)
+
+    def _result(self, part: OpenPart, row: Row) -> RowResult:
+        location = part.done.get(row.ordinal)
+        if location is None:
+            if row.error is None:
+                raise self._changed(part)
+            return RowResult.from_error(row.error)
+        record = self._reader.result(location, row.ordinal)
+        if record.digest != row.digest:
+            raise self._changed(part)
+        return RowResult.from_message(record.message)
+
+    def _changed(self, part: OpenPart) -> InputError:
+        start = part.indexer.start
+        path = self._job.inputs.files[min(start.file_index, len(self._job.inputs.files) - 1)].path
+        return changed_input(start.ordinal, part.indexer.rows, path)
+
+    def _open_inputs(self) -> InputSet:
+        if self._inputs is None:
+            self._inputs = InputSet(self._job.inputs.files, self._job.inputs.options)
+        return self._inputs

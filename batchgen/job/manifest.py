@@ -1,0 +1,84 @@
+"""`manifest.json`: what an output folder belongs to, and every choice that a resumed job must repeat."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import batchgen
+from batchgen.job.attempts import now_text
+from batchgen.job.files import atomic_write, storage
+from batchgen.job.folder import JobFolder
+from batchgen.types import StorageError, UsageError
+
+FORMAT = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Manifest:
+    """One job.
+
+    Args:
+        job_id: random; part of every journal checksum.
+        fingerprints: `Fingerprints.to_dict()` of the first attempt.
+        digests: SHA-256 of each fingerprint.
+        output_plan: `OutputPlan.to_json()`.
+        part_rows: rows in one part.
+        compression: of the parts.
+        limit: rows selected by the last attempt; None for all.
+        pinned: numeric choices that the first worker reported; empty until then.
+        facts: versions and devices that it reported.
+    """
+
+    job_id: str
+    fingerprints: Mapping[str, Any]
+    digests: Mapping[str, str]
+    output_plan: Mapping[str, Any]
+    part_rows: int
+    compression: str
+    limit: int | None
+    pinned: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    created: str = field(default_factory=now_text)
+    batchgen: str = batchgen.__version__
+    format: int = FORMAT
+
+    @staticmethod
+    def new_id() -> str:
+        return uuid.uuid4().hex
+
+    def save(self, folder: JobFolder) -> None:
+        """Replace `manifest.json`. Raises StorageError."""
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
+        atomic_write(folder.manifest, text.encode(errors="surrogatepass"))
+
+
+def load_manifest(folder: JobFolder) -> Manifest | None:
+    """The manifest of a folder; None where there is none.
+
+    Raises:
+        UsageError: it was written by a version whose format this one does not know.
+        StorageError: it is unreadable.
+    """
+    try:
+        with storage(folder.manifest, action="read"):
+            data = json.loads(folder.manifest.read_bytes().decode(errors="surrogatepass"))
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            return None
+        raise
+    except ValueError as error:
+        raise StorageError(
+            f"{folder.manifest}: not a manifest ({error}); restore it from a copy, or start over "
+            "with --overwrite"
+        ) from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        written_by = data.get("batchgen", "unknown") if isinstance(data, dict) else "unknown"
+        raise UsageError(
+            f"{folder.manifest}: written by batchgen {written_by} in a format that this version "
+            f"({batchgen.__version__}) cannot continue; use that version, or choose another output.path"
+        )
+    return Manifest(**data)

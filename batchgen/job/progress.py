@@ -1,0 +1,83 @@
+"""What a running job tells while it runs: to the terminal, and to `status` through a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from batchgen.job.attempts import attempt_file
+from batchgen.job.folder import JobFolder
+
+TOKEN_COUNTERS = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
+
+
+@dataclass(slots=True)
+class Progress:
+    """A snapshot.
+
+    Args:
+        state: starting, loading, running, draining or done.
+        rows_total: of the selection; None while it is not known.
+        rows_done, ok, error, skipped: rows with a result, those of earlier attempts too.
+        rows_before: of `rows_done`, those that earlier attempts had done.
+        parts_done: committed parts.
+        running, waiting: rows in the engine.
+        prompt_tokens, cached_tokens, output_tokens, preemptions: of this attempt.
+        pool_used: share of the cache in use, or blocks, as the engine reports it.
+        seconds: since this attempt began.
+        workers: worker processes that run.
+    """
+
+    state: str = "starting"
+    rows_total: int | None = None
+    rows_done: int = 0
+    rows_before: int = 0
+    ok: int = 0
+    error: int = 0
+    skipped: int = 0
+    parts_done: int = 0
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    pool_used: float = 0
+    pool_waste: float = 0
+    seconds: float = 0.0
+    workers: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rows_per_second(self) -> float:
+        """Of this attempt."""
+        return (self.rows_done - self.rows_before) / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Until the last row, at the rate so far; None while it cannot be told."""
+        if self.rows_total is None or self.rows_per_second <= 0:
+            return None
+        return max(0, self.rows_total - self.rows_done) / self.rows_per_second
+
+
+def save_progress(folder: JobFolder, attempt: int, progress: Progress) -> None:
+    """For `status`. It is a convenience: a failure is left to the writers that matter to report."""
+    path = attempt_file(folder, attempt, "progress.json")
+    temporary = path.with_name(f".tmp-{path.name}")
+    with contextlib.suppress(OSError):
+        temporary.write_text(json.dumps(asdict(progress)))
+        os.replace(temporary, path)
+
+
+def read_progress(folder: JobFolder, attempt: int) -> Progress | None:
+    """The latest snapshot of an attempt, if there is one."""
+    try:
+        data: Mapping[str, Any] = json.loads(attempt_file(folder, attempt, "progress.json").read_bytes())
+        return Progress(**data)
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,196 @@
+"""`run_job`: one attempt at a job, from the first look at the folder to the exit code.
+
+The `run` verb and `bg.map` call it. Running it again always continues.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from batchgen.dist.handle import launch_worker
+from batchgen.job.attempts import Attempt
+from batchgen.job.claims import Claims
+from batchgen.job.files import atomic_write
+from batchgen.job.fingerprints import check_drift
+from batchgen.job.folder import JobFolder
+from batchgen.job.lease import Lease, Owner, acquire_lease
+from batchgen.job.manifest import load_manifest
+from batchgen.job.parts import Counts, recognise_parts
+from batchgen.job.progress import Progress
+from batchgen.job.recovery import OpenJob, open_job
+from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
+from batchgen.job.stop_signals import stop_signals
+from batchgen.job.supervisor import StopAsked, Supervisor
+from batchgen.types import BatchgenError, OwnershipError, StorageError
+
+COMPLETE, TOO_MANY_ERRORS, RESUMABLE = 0, 8, 75
+MOST_MESSAGES = 200
+
+
+def run_job(
+    setup: JobSetup,
+    options: RunOptions,
+    *,
+    launch: Launcher = launch_worker,
+    report: Callable[[Progress], None] = lambda progress: None,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> RunResult:
+    """Run or continue a job.
+
+    Args:
+        setup: the job.
+        options: how to drive it.
+        launch: starts a worker process.
+        report: called a few times a second with a snapshot.
+        say: called with sentences for the user.
+
+    Returns:
+        How it ended: complete, or stopped and resumable.
+
+    Raises:
+        BatchgenError: what ended it; `exit_code` says which kind. What was finished is on disk.
+    """
+    folder = JobFolder(setup.output)
+    if not options.overwrite:
+        done = _already_complete(setup, options, folder)
+        if done is not None:
+            say(done.reason)
+            return done
+    folder.create()
+    _check_space(folder, options.min_free_disk)
+    lease = acquire_lease(folder, options.lease_seconds, say)
+    try:
+        return _run_owned(setup, options, folder, lease, launch, report, say)
+    finally:
+        lease.release()
+
+
+def _already_complete(setup: JobSetup, options: RunOptions, folder: JobFolder) -> RunResult | None:
+    """The result of a folder that has every row already. Raises DriftError if it is another job's."""
+    manifest = load_manifest(folder)
+    if manifest is None:
+        return None
+    check_drift(manifest.fingerprints, setup.fingerprints, manifest.pinned, folder.root)
+    try:
+        success: dict[str, Any] = json.loads(folder.success.read_bytes())
+        rows, whole_input = success["rows"], success["whole_input"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    counts = Counts()
+    for commit in recognise_parts(folder).values():
+        counts.add(commit.counts)
+    selected = rows == setup.limit or (whole_input and (setup.limit is None or setup.limit > rows))
+    if counts.rows != rows or not selected:
+        return None
+    return _complete(counts, options, f"{folder.root} is already complete: all {rows:,} rows have a result")
+
+
+def _check_space(folder: JobFolder, least: int) -> None:
+    free = shutil.disk_usage(folder.root).free
+    if free < least:
+        raise StorageError(
+            f"{folder.root}: {free:,} bytes are free and run.min_free_disk asks for {least:,}; "
+            "free some space or lower run.min_free_disk, then run the same command again"
+        )
+
+
+def _run_owned(
+    setup: JobSetup,
+    options: RunOptions,
+    folder: JobFolder,
+    lease: Lease,
+    launch: Launcher,
+    report: Callable[[Progress], None],
+    say: Callable[[str], None],
+) -> RunResult:
+    if options.overwrite:
+        folder.clear()
+    claims = Claims(folder)
+    owner = Owner.myself(locked=False)
+    claim = claims.take({"host": owner.host, "pid": owner.pid})
+    claims.forget_before(claim.epoch)
+    attempt = Attempt(claim.epoch)
+    attempt.save(folder)
+    tell = partial(_tell, attempt, say)
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    running: list[Supervisor] = []
+    lost = OwnershipError(f"{folder.root}: another process has taken over this run; let it finish")
+    lease.start(lambda: events.put(StopAsked(str(lost), lost)))
+    try:
+        with stop_signals(lambda name: events.put(StopAsked(name)), partial(_abandon, running)):
+            job = open_job(setup, folder, claim, tell)
+            try:
+                supervisor = Supervisor(
+                    job,
+                    options,
+                    events,
+                    launch=launch,
+                    worker_config=setup.worker_config,
+                    columns=setup.columns,
+                    attempt=attempt,
+                    report=report,
+                    say=tell,
+                )
+                running.append(supervisor)
+                stopped = supervisor.run()
+                result = _finish(job, options, stopped)
+            finally:
+                job.close()
+    except BatchgenError as error:
+        _record_end(attempt, folder, type(error).__name__, error.exit_code, str(error))
+        raise
+    except BaseException as error:
+        _record_end(attempt, folder, "bug", 1, f"{type(error).__name__}: {error}")
+        raise
+    attempt.counters = {name: getattr(result.counts, name) for name in ("ok", "error", "skipped")}
+    attempt.finish(folder, result.reason, result.exit_code)
+    return result
+
+
+def _abandon(running: list[Supervisor]) -> None:
+    for supervisor in running:
+        supervisor.abandon()
+
+
+def _finish(job: OpenJob, options: RunOptions, stopped: str | None) -> RunResult:
+    if stopped is not None:
+        return RunResult(RESUMABLE, f"stopped ({stopped}); run the same command to continue", job.counts)
+    rows = job.counts.rows
+    job.drop_journal()
+    job.claims.check(job.epoch)
+    success = {"rows": rows, "parts": len(job.parts.committed), "whole_input": rows == job.index.end}
+    atomic_write(job.folder.success, json.dumps(success).encode() + b"\n")
+    return _complete(job.counts, options, f"complete: all {rows:,} rows have a result")
+
+
+def _complete(counts: Counts, options: RunOptions, reason: str) -> RunResult:
+    """Complete, with the exit code that the share of error rows asks for."""
+    if counts.error and counts.error == counts.rows:
+        return RunResult(TOO_MANY_ERRORS, f"{reason}, and every one is an error", counts)
+    most = options.max_errors
+    allowed = most * counts.rows if isinstance(most, float) else most
+    if allowed is not None and counts.error > allowed:
+        return RunResult(
+            TOO_MANY_ERRORS,
+            f"{reason}, and {counts.error:,} are errors, more than run.max_errors ({most}) allows",
+            counts,
+        )
+    return RunResult(COMPLETE, reason, counts)
+
+
+def _tell(attempt: Attempt, say: Callable[[str], None], sentence: str) -> None:
+    if len(attempt.messages) < MOST_MESSAGES:
+        attempt.messages.append(sentence)
+    say(sentence)
+
+
+def _record_end(attempt: Attempt, folder: JobFolder, reason: str, exit_code: int, error: str) -> None:
+    """Where the disk is full the record stays as it was; the error itself is what matters."""
+    with suppress(StorageError):
+        attempt.finish(folder, reason, exit_code, error)

@@ -1,0 +1,172 @@
+"""What a run is given: the job in the form that the supervisor needs, and how to drive it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from batchgen.data.results import OutputPlan
+    from batchgen.data.source import InputSet
+    from batchgen.job.fingerprints import Fingerprints
+    from batchgen.job.parts import Counts
+    from batchgen.job.spec import JobSpec
+    from batchgen.text.prompt_spec import PromptSpec
+
+
+class Worker(Protocol):
+    """What the supervisor asks of a worker process; `batchgen.dist.handle.WorkerHandle` is it."""
+
+    @property
+    def pid(self) -> int: ...
+    def send(self, message: Mapping[str, Any]) -> None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, seconds: float) -> int | None: ...
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+    def last_lines(self, count: int = 20) -> list[str]: ...
+
+
+OnMessage = Callable[[dict[str, Any] | None], None]
+Launcher = Callable[[Path, OnMessage], Worker]
+"""From a log file and what to call with each message (None at the end) to a running worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSetup:
+    """One job.
+
+    Args:
+        output: the folder.
+        inputs: the rows; read here only while the run lasts.
+        columns: that the prompt needs.
+        fingerprints: of the job as it is now.
+        worker_config: `config` of the worker's start message, without `pinned` and `counters`.
+        new_plan: decides the output's columns, at the first attempt.
+        suffix: of part files.
+        compression: of parts.
+        part_rows: rows in one part, at the first attempt.
+        limit: rows of the selection; None for all.
+        resolved_job: text of job.resolved.yaml.
+    """
+
+    output: Path
+    inputs: InputSet
+    columns: tuple[str, ...]
+    fingerprints: Fingerprints
+    worker_config: Mapping[str, Any]
+    new_plan: Callable[[], OutputPlan]
+    suffix: str
+    compression: str
+    part_rows: int
+    limit: int | None
+    resolved_job: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How to drive a job; nothing here changes a result.
+
+    Args:
+        checkpoint_seconds: between group commits of the journal.
+        lease_seconds: how long a silent owner elsewhere is waited for.
+        grace: seconds from a stop signal to the exit.
+        max_time: seconds after which the run stops by itself, resumable.
+        min_free_disk: bytes that must stay free on the output's file system.
+        max_errors: count (int) or share (float) of error rows above which the exit code is 8.
+        fail_fast: stop at the first error row.
+        stop_on_bad_row: stop at the first row that cannot be read.
+        overwrite: remove what the folder holds and start over.
+        workers: worker processes.
+        window_parts: most parts that are open at a time; None: as many as keep the workers busy.
+        in_flight_bytes: most bytes of rows that are with a worker.
+    """
+
+    checkpoint_seconds: float = 5.0
+    lease_seconds: float = 60.0
+    grace: float = 20.0
+    max_time: float | None = None
+    min_free_disk: int = 1_000_000_000
+    max_errors: int | float | None = None
+    fail_fast: bool = False
+    stop_on_bad_row: bool = False
+    overwrite: bool = False
+    workers: int = 1
+    window_parts: int | None = None
+    in_flight_bytes: int = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended, when no error ended it.
+
+    Args:
+        exit_code: 0 complete, 8 complete but with too many errors, 75 stopped and resumable.
+        reason: one sentence.
+        counts: of all rows that have a result.
+    """
+
+    exit_code: int
+    reason: str
+    counts: Counts
+
+
+def setup_from_spec(
+    spec: JobSpec,
+    inputs: InputSet,
+    prompt: PromptSpec,
+    fingerprints: Fingerprints,
+    worker_config: Mapping[str, Any],
+) -> JobSetup:
+    """The setup of a job file.
+
+    Args:
+        spec: the job.
+        inputs: opened from it.
+        prompt: bound to the input's columns.
+        fingerprints: of the job as it is now.
+        worker_config: as in `JobSetup`.
+    """
+    from batchgen.data.results import plan_output
+    from batchgen.data.sink import part_suffix
+    from batchgen.job.resolved import resolved_yaml
+    from batchgen.job.spec import part_rows_auto
+
+    return JobSetup(
+        output=spec.output_folder,
+        inputs=inputs,
+        columns=tuple(sorted(prompt.required_columns())),
+        fingerprints=fingerprints,
+        worker_config=worker_config,
+        new_plan=lambda: plan_output(
+            inputs,
+            format=spec.output.format,
+            columns=spec.input.columns,
+            renames=spec.output.columns,
+            include=spec.output.include,
+        ),
+        suffix=part_suffix(spec.output.format, spec.output.compression),
+        compression=spec.output.compression,
+        part_rows=part_rows_auto(spec),
+        limit=spec.input.limit,
+        resolved_job=resolved_yaml(spec),
+    )
+
+
+def options_from_spec(spec: JobSpec, *, overwrite: bool = False) -> RunOptions:
+    """The options of a job file."""
+    run = spec.run
+    return RunOptions(
+        checkpoint_seconds=run.checkpoint_seconds,
+        lease_seconds=run.lease_seconds,
+        grace=run.grace,
+        max_time=run.max_time,
+        min_free_disk=run.min_free_disk,
+        max_errors=run.max_errors,
+        fail_fast=run.fail_fast,
+        stop_on_bad_row=spec.input.on_bad_row == "stop",
+        overwrite=overwrite,
+        workers=1 if run.workers == "auto" else run.workers,
+    )

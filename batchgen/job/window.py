@@ -1,0 +1,279 @@
+"""The open window: which rows may run now. Reads the input in order, at most a few parts ahead of the oldest
+part that is not finished, so that the journal and the memory stay small whatever the number of rows.
+
+The supervisor takes rows from here, reports what is safely in the journal, and gets the parts that are whole.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchgen.data.prompt_values import prompt_values
+from batchgen.data.row import PartIndexEntry, PartIndexer, Position, Row
+from batchgen.data.source import InputSet
+from batchgen.job.index import InputIndex, changed_input
+from batchgen.job.journal import FoundPartial, FoundResult, Location, Replay
+from batchgen.job.parts import Counts
+from batchgen.types import InputError
+
+_ROW_BYTES = 200
+
+
+@dataclass(slots=True)
+class Pending:
+    """A row that must run.
+
+    Args:
+        values: of the columns that the prompt needs.
+        digest: of the input record.
+        size: bytes that it takes, roughly.
+        partial: output token ids that are known already.
+    """
+
+    row: int
+    values: Mapping[str, Any]
+    digest: bytes
+    size: int
+    partial: array[int]
+
+
+@dataclass(slots=True)
+class OpenPart:
+    """A part of which rows run or wait.
+
+    Args:
+        part: its number.
+        indexer: digests of the rows that were read.
+        done: row to where its result lies; None for a row that could not be read and needs no result.
+        entry: set when all of its rows have been read.
+    """
+
+    part: int
+    indexer: PartIndexer
+    done: dict[int, Location | None] = field(default_factory=dict)
+    entry: PartIndexEntry | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether every row is done."""
+        return self.entry is not None and len(self.done) == self.entry.rows
+
+
+class Window:
+    """Rows in input order, from the oldest part that is not committed.
+
+    Args:
+        inputs: the input; this window is its only reader.
+        index: where parts begin; gets an entry for each part that is read.
+        part_rows: rows in one part.
+        limit: rows of the selection; None for all.
+        columns: that the prompt needs.
+        committed: parts that are final, by number; looked at again as it grows.
+        found: what the journal says of other rows.
+        parts: most parts that are open at a time.
+        counts: gets the rows that need to run no more.
+        on_bad_row: called with each row that could not be read; may raise InputError.
+        on_notes: called with each row of which something was repaired while reading.
+    """
+
+    def __init__(
+        self,
+        inputs: InputSet,
+        index: InputIndex,
+        *,
+        part_rows: int,
+        limit: int | None,
+        columns: Iterable[str],
+        committed: Container[int],
+        found: Replay,
+        parts: int,
+        counts: Counts,
+        on_bad_row: Callable[[Row], None],
+        on_notes: Callable[[Row], None],
+    ) -> None:
+        self._inputs = inputs
+        self._index = index
+        self._part_rows = part_rows
+        self._limit = limit
+        self._columns = tuple(columns)
+        self._committed = committed
+        self._results: dict[int, FoundResult] = found.results
+        self._partials: dict[int, FoundPartial] = found.partials
+        self.parts = parts
+        self._counts = counts
+        self._on_bad_row = on_bad_row
+        self._on_notes = on_notes
+        self._open: dict[int, OpenPart] = {}
+        self._reading: OpenPart | None = None
+        self._next_part = 0
+        self._position = Position()
+        self._rows: Iterator[Row] | None = None
+        self.exhausted = False
+
+    @property
+    def num_open(self) -> int:
+        """Parts that are open."""
+        return len(self._open)
+
+    @property
+    def position(self) -> Position:
+        """How far the input has been read."""
+        return self._position
+
+    def take(self) -> Pending | None:
+        """The next row that must run; None while the window is full, and at the end.
+
+        Raises:
+            InputError: the input is cut or has changed, or a row is bad and `on_bad_row` says stop.
+        """
+        while self._reading is not None or self._open_next():
+            pending = self._read_one()
+            if pending is not None:
+                return pending
+        return None
+
+    def finish(self, row: int, location: Location) -> None:
+        """Note that the result of a row is on disk; twice is harmless."""
+        part = self._open.get(row // self._part_rows)
+        if part is not None:
+            part.done.setdefault(row, location)
+
+    def whole_parts(self) -> list[OpenPart]:
+        """Parts of which every row is done, oldest first."""
+        return [part for part in self._open.values() if part.whole]
+
+    def close_part(self, part: int) -> None:
+        """Forget a part that was committed; the window moves on."""
+        del self._open[part]
+
+    def close(self) -> None:
+        """Hand the reader back to the input."""
+        # Only a generator has something to close; an `InputSet` parks its reader then.
+        getattr(self._rows, "close", lambda: None)()
+        self._rows = None
+
+    def _open_next(self) -> bool:
+        if self.exhausted:
+            return False
+        while self._next_part in self._committed:
+            self._next_part += 1
+        first = self._next_part * self._part_rows
+        if self._beyond(self._limit, first) or self._beyond(self._index.end, first):
+            self.exhausted = True
+            return False
+        if len(self._open) >= self.parts:
+            return False
+        self._go_to(first)
+        self._reading = OpenPart(self._next_part, PartIndexer(self._next_part, self._position))
+        self._open[self._next_part] = self._reading
+        self._next_part += 1
+        return True
+
+    @staticmethod
+    def _beyond(end: int | None, first: int) -> bool:
+        return end is not None and first >= end
+
+    def _go_to(self, first: int) -> None:
+        """Read on from the row `first`, over committed parts if need be."""
+        start = self._index.nearest_start(first // self._part_rows)
+        can_go_on = self._rows is not None and self._position.ordinal <= first
+        if not can_go_on or start.ordinal > self._position.ordinal:
+            self._restart(start)
+        while self._position.ordinal < first:
+            if self._next_row() is None:
+                missing = first - self._position.ordinal
+                raise changed_input(self._position.ordinal, missing, self._input_name())
+
+    def _restart(self, position: Position) -> None:
+        self.close()
+        self._position = position
+        self._rows = self._inputs.rows(position)
+
+    def _next_row(self) -> Row | None:
+        row = next(self._rows or iter(()), None)
+        if row is not None:
+            self._position = row.next_position
+        return row
+
+    def _read_one(self) -> Pending | None:
+        part = self._reading
+        if part is None:
+            return None
+        row = self._next_row()
+        if row is None:
+            self._end_of_input(part)
+            return None
+        part.indexer.add(row)
+        self._check(part)
+        pending = self._place(part, row)
+        if part.indexer.rows == self._rows_in(part.part):
+            self._close_reading(part)
+        return pending
+
+    def _rows_in(self, part: int) -> int:
+        first = part * self._part_rows
+        return self._part_rows if self._limit is None else min(self._part_rows, self._limit - first)
+
+    def _check(self, part: OpenPart) -> None:
+        """Compare with the first reading as soon as as many rows have passed."""
+        known = self._index.get(part.part)
+        if known is not None and known.rows == part.indexer.rows:
+            self._index.check(part.indexer.entry(), self._input_name())
+
+    def _place(self, part: OpenPart, row: Row) -> Pending | None:
+        if row.notes:
+            self._on_notes(row)
+        if row.error is not None:
+            part.done[row.ordinal] = None
+            self._counts.count("error", None)
+            self._on_bad_row(row)
+            return None
+        result = self._results.pop(row.ordinal, None)
+        partial = self._partials.pop(row.ordinal, None)
+        if result is not None and result.digest == row.digest:
+            part.done[row.ordinal] = result.location
+            self._counts.count(result.status, result.usage)
+            return None
+        values = prompt_values(row, self._columns)
+        ids = partial.ids if partial is not None and partial.digest == row.digest else array("i")
+        return Pending(row.ordinal, values, row.digest, _size(values), ids)
+
+    def _close_reading(self, part: OpenPart) -> None:
+        part.entry = part.indexer.entry()
+        self._index.record(part.entry, self._position)
+        self._reading = None
+
+    def _end_of_input(self, part: OpenPart) -> None:
+        known = self._index.get(part.part)
+        end = self._position.ordinal
+        if known is not None and known.rows > part.indexer.rows:
+            raise changed_input(known.start.ordinal, known.rows, self._input_name())
+        if self._index.end not in (None, end):
+            raise InputError(
+                f"{self._input_name()}: ends after {end} rows, and had {self._index.end} when this job first "
+                "read it; restore the input, or start over with --overwrite"
+            )
+        if part.indexer.rows:
+            self._close_reading(part)
+        else:
+            del self._open[part.part]
+            self._reading = None
+        self._index.record_end(end)
+        self.exhausted = True
+
+    def _input_name(self) -> str:
+        return self._inputs.files[self._position.file_index % len(self._inputs.files)].path
+
+
+def _size(value: Any) -> int:
+    """Bytes of a value in memory, roughly; for the bound on rows in flight."""
+    if isinstance(value, str | bytes):
+        return _ROW_BYTES + len(value)
+    if isinstance(value, Mapping):
+        return _ROW_BYTES + sum(_size(v) for v in value.values())
+    if isinstance(value, list | tuple):
+        return _ROW_BYTES + sum(_size(v) for v in value)
+    return _ROW_BYTES

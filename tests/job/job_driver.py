@@ -1,0 +1,118 @@
+"""Runs a job with the fake worker, in this process or as a program that tests can kill.
+
+As a program: `python job_driver.py SETTINGS.json`; prints what `run_job` says, exits with its code.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from batchgen.data.results import plan_output
+from batchgen.data.sink import part_suffix
+from batchgen.data.source import open_input
+from batchgen.dist.handle import launch_worker
+from batchgen.job.fingerprints import Fingerprints
+from batchgen.job.run import run_job
+from batchgen.job.run_options import JobSetup, RunOptions, RunResult
+from batchgen.types import BatchgenError
+
+FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """A job with the fake worker; JSON-able."""
+
+    output: str
+    input: str
+    format: str = "jsonl"
+    compression: str = "none"
+    part_rows: int = 10
+    limit: int | None = None
+    temperature: float = 0.0
+    worker: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def worker_config(self) -> dict[str, Any]:
+        fast = {"seed": 1, "max_tokens": 20, "max_running": 8, "want_rows": 16, "step_seconds": 0.0005}
+        return {**fast, **self.worker}
+
+    def run_options(self) -> RunOptions:
+        quick: dict[str, Any] = {"checkpoint_seconds": 0.05, "min_free_disk": 0, "lease_seconds": 2.0}
+        return RunOptions(**{**quick, **self.options})
+
+
+def setup_of(settings: Settings) -> JobSetup:
+    inputs = open_input([settings.input])
+    result = {
+        "model": {"dtype": "auto", "max_model_len": None},
+        "sampling": {"temperature": settings.temperature},
+    }
+    fingerprints = Fingerprints(
+        input={"format": 1, "files": inputs.fingerprint()}, result=result, engine={"workers": 1}
+    )
+    return JobSetup(
+        output=Path(settings.output),
+        inputs=inputs,
+        columns=("prompt",),
+        fingerprints=fingerprints,
+        worker_config=settings.worker_config(),
+        new_plan=lambda: plan_output(inputs, format=settings.format),
+        suffix=part_suffix(settings.format, settings.compression),
+        compression=settings.compression,
+        part_rows=settings.part_rows,
+        limit=settings.limit,
+        resolved_job="model: fake\n",
+    )
+
+
+def run_here(settings: Settings, said: list[str] | None = None) -> RunResult:
+    """Run in this process."""
+    setup = setup_of(settings)
+    try:
+        say = (lambda sentence: None) if said is None else said.append
+        return run_job(
+            setup, settings.run_options(), launch=partial(launch_worker, command=FAKE_WORKER), say=say
+        )
+    finally:
+        setup.inputs.close()
+
+
+def start(settings: Settings) -> subprocess.Popen[str]:
+    """Run as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, __file__, json.dumps(asdict(settings))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def main() -> int:
+    # Whoever started this may have ignored them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    settings = Settings(**json.loads(sys.argv[1]))
+    setup = setup_of(settings)
+    try:
+        result = run_job(
+            setup,
+            settings.run_options(),
+            launch=partial(launch_worker, command=FAKE_WORKER),
+            say=lambda sentence: print(sentence, flush=True),
+        )
+        print(result.reason, flush=True)
+        return result.exit_code
+    except BatchgenError as error:
+        print(error, flush=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

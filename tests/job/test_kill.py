@@ -1,0 +1,294 @@
+"""Jobs that are killed, stopped, frozen and run twice end with the bytes of one that ran through.
+
+`BATCHGEN_KILLS` sets how many kills the storm makes (10), `BATCHGEN_KILL_SEED` which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from job_driver import Settings, run_here, start
+from job_inputs import data_bytes, read_output, write_jsonl, write_parquet
+
+from batchgen.job.counters import Counters, read_counters
+from batchgen.job.folder import JobFolder
+from batchgen.types import OwnershipError
+
+KILLS = int(os.environ.get("BATCHGEN_KILLS", "10"))
+SEED = int(os.environ.get("BATCHGEN_KILL_SEED", "20260101"))
+KILLS_PER_JOB = 3
+ROWS = 200
+SLOW = {"step_seconds": 0.004, "max_tokens": 24}
+WAIT = 60.0
+
+
+def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + WAIT
+    while not ready():
+        if process is not None and process.poll() is not None:
+            return
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.003)
+
+
+def counters_of(root: Path) -> list[Counters]:
+    paths = JobFolder(root).attempts.glob("*.counters")
+    return [c for c in map(read_counters, paths) if c is not None]
+
+
+def sampled(root: Path) -> int:
+    return sum(c.sampled for c in counters_of(root))
+
+
+def worker_pids(process: subprocess.Popen[str]) -> list[int]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(process.pid).children()]
+    return []
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, bytes]]]:
+    """For each kind of job its input and the data/ of a run without accidents."""
+    root = tmp_path_factory.mktemp("golden")
+    write_jsonl(root / "in.jsonl", ROWS)
+    write_parquet(root / "in.parquet", ROWS)
+    made = {}
+    for kind in ("jsonl-jsonl", "jsonl-parquet", "parquet-parquet"):
+        input_format, output_format = kind.split("-")
+        path = root / f"in.{input_format}"
+        settings = Settings(
+            output=str(root / kind), input=str(path), format=output_format, worker={"max_tokens": 24}
+        )
+        assert run_here(settings).exit_code == 0
+        made[kind] = (path, data_bytes(root / kind))
+    return made
+
+
+@pytest.fixture
+def launched() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that are ended, and their pipes closed, whatever the test does."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        for pid in worker_pids(process):
+            kill(pid)
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def finish(settings: Settings, expected: dict[str, bytes]) -> None:
+    """Run to the end in this process and compare every byte."""
+    settings.worker = {**settings.worker, "step_seconds": 0}
+    assert run_here(settings).exit_code == 0
+    root = Path(settings.output)
+    assert data_bytes(root) == expected
+    assert [r["row"] for r in read_output(root)] == list(range(ROWS))
+    left = [p.name for p in root.rglob("*") if p.name.startswith(".tmp") or p.suffix == ".seg"]
+    assert left == []
+
+
+def storm() -> list[tuple[int, str, list[str]]]:
+    """Jobs with the kills that each suffers."""
+    rng = random.Random(SEED)
+    modes = [rng.choice(["all", "supervisor", "worker"]) for _ in range(KILLS)]
+    kinds = ("jsonl-jsonl", "parquet-parquet", "jsonl-parquet")
+    cuts = range(0, KILLS, KILLS_PER_JOB)
+    return [(n, kinds[n % len(kinds)], modes[i : i + KILLS_PER_JOB]) for n, i in enumerate(cuts)]
+
+
+@pytest.mark.parametrize(("number", "kind", "modes"), storm())
+def test_killed_at_random_moments(
+    tmp_path: Path, golden: Any, launched: Any, number: int, kind: str, modes: list[str]
+) -> None:
+    rng = random.Random(SEED * 1000 + number)
+    path, expected = golden[kind]
+    settings = Settings(
+        output=str(tmp_path / "out"), input=str(path), format=kind.split("-")[1], worker=dict(SLOW)
+    )
+    for mode in modes:
+        process = start(settings)
+        launched.append(process)
+        await_tokens(tmp_path / "out", rng.randint(1, 600), process)
+        time.sleep(rng.random() * 0.05)
+        strike(process, mode)
+    finish(settings, expected)
+    check_lost_tokens(tmp_path / "out")
+
+
+def await_tokens(root: Path, more: int, process: subprocess.Popen[str]) -> None:
+    """Wait until so many more tokens were sampled, or the job is done."""
+    target = sampled(root) + more
+    wait_until(lambda: sampled(root) >= target, process)
+
+
+def strike(process: subprocess.Popen[str], mode: str) -> None:
+    """Kill the supervisor, its worker or both; none may be left."""
+    workers = worker_pids(process)
+    if mode in ("all", "supervisor"):
+        kill(process.pid)
+    if mode in ("all", "worker"):
+        for pid in workers:
+            kill(pid)
+    code = process.wait(WAIT)
+    assert mode != "worker" or code == 0
+    wait_until(lambda: not any(map(alive, workers)))
+
+
+def check_lost_tokens(root: Path) -> None:
+    """What was sampled and is not in a result is at most what was at risk at each kill."""
+    useful = sum(r["usage"]["completion_tokens"] for r in read_output(root) if r["usage"])
+    at_risk = sum(c.at_risk for c in counters_of(root))
+    assert 0 <= sampled(root) - useful <= at_risk
+
+
+def test_sigterm_drains_and_exits_75(tmp_path: Path, golden: Any, launched: Any) -> None:
+    """C34: within the grace; killed two seconds into the next run; then finished."""
+    path, expected = golden["jsonl-jsonl"]
+    settings = Settings(
+        output=str(tmp_path / "out"), input=str(path), worker=dict(SLOW), options={"grace": 10.0}
+    )
+    for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        process = start(settings)
+        launched.append(process)
+        await_tokens(tmp_path / "out", 60, process)
+        process.send_signal(name)
+        assert process.wait(WAIT) == 75
+        assert process.stdout.read().splitlines()[-1].startswith(f"stopped ({name.name}); run the same")
+        assert all(c.at_risk == 0 for c in counters_of(tmp_path / "out"))
+    finish(settings, expected)
+    check_lost_tokens(tmp_path / "out")
+
+
+def test_long_rows_are_cut_at_the_grace_and_continued(tmp_path: Path, launched: Any) -> None:
+    path = write_jsonl(tmp_path / "in.jsonl", 8)
+    slow = {"step_seconds": 0.05, "max_tokens": 5000}
+    settings = Settings(output=str(tmp_path / "out"), input=str(path), worker=slow, options={"grace": 0.8})
+    process = start(settings)
+    launched.append(process)
+    wait_until(lambda: sampled(tmp_path / "out") > 60, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WAIT) == 75
+    done = sampled(tmp_path / "out")
+    settings.worker = {**slow, "step_seconds": 0}
+    assert run_here(settings).exit_code == 0
+    useful = sum(r["usage"]["completion_tokens"] for r in read_output(tmp_path / "out"))
+    assert done > 60
+    assert sampled(tmp_path / "out") == useful
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path: Path, golden: Any, launched: Any) -> None:
+    path, expected = golden["jsonl-jsonl"]
+    endless = {**SLOW, "step_seconds": 0.2}
+    settings = Settings(output=str(tmp_path / "out"), input=str(path), worker=endless)
+    process = start(settings)
+    launched.append(process)
+    wait_until(lambda: sampled(tmp_path / "out") > 10, process)
+    workers = worker_pids(process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(WAIT) == 130
+    wait_until(lambda: not any(map(alive, workers)))
+    finish(settings, expected)
+
+
+def test_a_stop_while_the_model_loads_is_immediate(tmp_path: Path, launched: Any) -> None:
+    path = write_jsonl(tmp_path / "in.jsonl", 8)
+    settings = Settings(output=str(tmp_path / "out"), input=str(path), worker={"load_seconds": 300})
+    process = start(settings)
+    launched.append(process)
+    wait_until(lambda: bool(worker_pids(process)), process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WAIT) == 75
+
+
+def test_two_runs_at_once(tmp_path: Path, golden: Any, launched: Any) -> None:
+    path, expected = golden["jsonl-jsonl"]
+    settings = Settings(output=str(tmp_path / "out"), input=str(path), worker=dict(SLOW))
+    first = start(settings)
+    launched.append(first)
+    wait_until(lambda: sampled(tmp_path / "out") > 20, first)
+    with pytest.raises(OwnershipError, match=rf"process {first.pid} on host"):
+        run_here(settings)
+    assert first.wait(WAIT) == 0
+    assert data_bytes(tmp_path / "out") == expected
+
+
+def test_many_runs_started_together(tmp_path: Path, golden: Any, launched: Any) -> None:
+    path, expected = golden["jsonl-parquet"]
+    settings = Settings(output=str(tmp_path / "out"), input=str(path), format="parquet", worker=dict(SLOW))
+    launched += [start(settings) for _ in range(3)]
+    codes = sorted(process.wait(WAIT) for process in launched)
+    assert codes == [0, 6, 6]
+    assert data_bytes(tmp_path / "out") == expected
+
+
+def test_a_frozen_run_that_wakes_changes_nothing(tmp_path: Path, golden: Any, launched: Any) -> None:
+    """C39: stop the first run, let its lease lapse, take over, wake it while the second runs."""
+    path, expected = golden["jsonl-parquet"]
+    settings = Settings(
+        output=str(tmp_path / "out"),
+        input=str(path),
+        format="parquet",
+        worker=dict(SLOW),
+        options={"lease_seconds": 0.8},
+    )
+    frozen = start(settings)
+    launched.append(frozen)
+    wait_until(lambda: sampled(tmp_path / "out") > 300, frozen)
+    frozen.send_signal(signal.SIGSTOP)
+    second = start(settings)
+    launched.append(second)
+    await_tokens(tmp_path / "out", 300, second)
+    frozen.send_signal(signal.SIGCONT)
+    assert frozen.wait(WAIT) == 6
+    assert second.wait(WAIT) == 0
+    assert data_bytes(tmp_path / "out") == expected
+    assert run_here(settings).exit_code == 0
+
+
+def test_a_torn_journal_and_garbage_cost_only_their_rows(tmp_path: Path, golden: Any, launched: Any) -> None:
+    """C35: logs cut in the middle of a record, garbage appended, between kills."""
+    rng = random.Random(SEED)
+    path, expected = golden["jsonl-jsonl"]
+    settings = Settings(
+        output=str(tmp_path / "out"), input=str(path), worker=dict(SLOW), options={"checkpoint_seconds": 0.02}
+    )
+    folder = JobFolder(tmp_path / "out")
+    for _ in range(3):
+        process = start(settings)
+        launched.append(process)
+        await_tokens(tmp_path / "out", 300, process)
+        kill(process.pid)
+        process.wait()
+        for log in (*folder.journal.iterdir(), *folder.commits.iterdir(), *folder.index.iterdir()):
+            data = log.read_bytes()
+            cut = rng.randint(0, len(data))
+            log.write_bytes(data[:cut] + rng.choice([b"", os.urandom(40)]))
+    said: list[str] = []
+    run_here(settings, said)
+    assert any("torn or damaged, left out" in sentence for sentence in said)
+    finish(settings, expected)
