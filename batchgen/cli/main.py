@@ -16,7 +16,7 @@ import batchgen
 from batchgen.cli.terminal import safe
 from batchgen.types import BatchgenError
 
-VERBS = ("validate", "show", "version")
+VERBS = ("run", "validate", "show", "version")
 SECOND_INTERRUPT = 130
 
 

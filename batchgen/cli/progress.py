@@ -13,23 +13,42 @@ from __future__ import annotations
 import json
 import sys
 from collections import deque
-from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol, TextIO
 
 from batchgen.cli.terminal import safe
-from batchgen.job.snapshot import Progress, Snapshot
+from batchgen.job.progress import Progress
 
 PLAIN_SECONDS = 30.0
 JSON_SECONDS = 1.0
 RATE_SECONDS = 30.0
 
 
-def make_progress(mode: str, stream: TextIO | None = None) -> Progress:
+class Display(Protocol):
+    """Shows progress and sentences to the user."""
+
+    def update(self, snapshot: Progress) -> None:
+        """Show how far the run is; called often, shows as often as is sensible."""
+
+    def note(self, text: str) -> None:
+        """Show a sentence."""
+
+    def close(self) -> None:
+        """Show the last snapshot and leave the terminal tidy."""
+
+
+def make_progress(mode: str, stream: TextIO | None = None) -> Display:
     """What shows progress in this mode; `auto` is a bar on a terminal and plain lines elsewhere."""
     stream = stream or sys.stderr
     if mode == "auto":
         mode = "bar" if stream.isatty() else "plain"
-    kinds: dict[str, type[_Lines | _Bar]] = {"bar": _Bar, "plain": _Plain, "json": _Json, "none": _Lines}
+    kinds: dict[str, Callable[[TextIO], Display]] = {
+        "bar": _Bar,
+        "plain": _Plain,
+        "json": _Json,
+        "none": _Lines,
+    }
     return kinds[mode](stream)
 
 
@@ -52,13 +71,23 @@ class Rates:
 
 
 class Meter:
-    """Turns snapshots into `Rates`."""
+    """Turns snapshots of progress into `Rates`."""
 
     def __init__(self) -> None:
-        self._recent: deque[Snapshot] = deque()
+        self._recent: deque[Progress] = deque()
 
-    def add(self, snapshot: Snapshot) -> Rates:
-        """Take the next snapshot."""
+    def add(self, snapshot: Progress) -> Rates:
+        """Take the next snapshot, a copy of it: the supervisor goes on counting in its own.
+
+        Tokens never count down, though those of a worker that has ended may be missing.
+        """
+        before = self._recent[-1] if self._recent else snapshot
+        snapshot = replace(
+            snapshot,
+            prompt_tokens=max(snapshot.prompt_tokens, before.prompt_tokens),
+            cached_tokens=max(snapshot.cached_tokens, before.cached_tokens),
+            output_tokens=max(snapshot.output_tokens, before.output_tokens),
+        )
         self._recent.append(snapshot)
         while len(self._recent) > 2 and snapshot.seconds - self._recent[1].seconds >= RATE_SECONDS:
             self._recent.popleft()
@@ -66,7 +95,7 @@ class Meter:
         elapsed = snapshot.seconds - first.seconds
         if elapsed <= 0:
             return Rates(cached_share=_share(snapshot), done_share=_done(snapshot))
-        speed = (snapshot.tokens - first.tokens) / elapsed
+        speed = (_tokens(snapshot) - _tokens(first)) / elapsed
         left = _tokens_left(snapshot)
         return Rates(
             tokens_in=(snapshot.prompt_tokens - first.prompt_tokens) / elapsed,
@@ -77,33 +106,37 @@ class Meter:
         )
 
 
-def _share(snapshot: Snapshot) -> float:
+def _tokens(snapshot: Progress) -> int:
+    return snapshot.prompt_tokens + snapshot.output_tokens
+
+
+def _share(snapshot: Progress) -> float:
     return snapshot.cached_tokens / snapshot.prompt_tokens if snapshot.prompt_tokens else 0.0
 
 
-def _tokens_left(snapshot: Snapshot) -> float | None:
+def _tokens_left(snapshot: Progress) -> float | None:
     """Rows that are left, each as long as those of this attempt, counting what is half done as half a row."""
-    begun = snapshot.rows_final - snapshot.rows_before + snapshot.running / 2
+    begun = snapshot.rows_done - snapshot.rows_before + snapshot.running / 2
     if snapshot.rows_total is None or begun <= 0:
         return None
-    left = snapshot.rows_total - snapshot.rows_final - snapshot.running / 2
-    return max(left, 0.0) * snapshot.tokens / begun
+    left = snapshot.rows_total - snapshot.rows_done - snapshot.running / 2
+    return max(left, 0.0) * _tokens(snapshot) / begun
 
 
-def _done(snapshot: Snapshot) -> float | None:
+def _done(snapshot: Progress) -> float | None:
     if not snapshot.rows_total:
         return None
-    return min((snapshot.rows_final + snapshot.running / 2) / snapshot.rows_total, 1.0)
+    return min((snapshot.rows_done + snapshot.running / 2) / snapshot.rows_total, 1.0)
 
 
-def describe(snapshot: Snapshot, rates: Rates) -> str:
+def describe(snapshot: Progress, rates: Rates) -> str:
     """One line, the same for the bar and the log."""
     total = "?" if snapshot.rows_total is None else f"{snapshot.rows_total:,}"
-    parts = [f"{snapshot.rows_final:,}/{total} rows"]
-    parts.append(f"{snapshot.rows_ok:,} ok")
-    parts.append(f"{snapshot.rows_error:,} failed")
-    if snapshot.rows_skipped:
-        parts.append(f"{snapshot.rows_skipped:,} skipped")
+    parts = [f"{snapshot.rows_done:,}/{total} rows"]
+    parts.append(f"{snapshot.ok:,} ok")
+    parts.append(f"{snapshot.error:,} failed")
+    if snapshot.skipped:
+        parts.append(f"{snapshot.skipped:,} skipped")
     parts.append(f"{rates.tokens_in:,.0f} tok/s in, {rates.tokens_out:,.0f} out")
     parts.append(f"{rates.cached_share:.0%} prefix hits")
     parts.append(f"ETA {_clock(rates.seconds_left)}")
@@ -126,16 +159,17 @@ class _Lines:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._meter = Meter()
-        self._shown: Snapshot | None = None
-        self._last: Snapshot | None = None
+        self._shown: Progress | None = None
+        self._last: Progress | None = None
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Progress) -> None:
+        snapshot = replace(snapshot)
         rates = self._meter.add(snapshot)
         self._last = snapshot
         before = self._shown
         if (
             before is None
-            or snapshot.stage != before.stage
+            or snapshot.state != before.state
             or snapshot.seconds - before.seconds >= self.every
         ):
             self._shown = snapshot
@@ -146,9 +180,10 @@ class _Lines:
 
     def close(self) -> None:
         if self._last is not None and self._last is not self._shown:
+            self._shown = self._last
             self._show(self._last, self._meter.add(self._last))
 
-    def _show(self, snapshot: Snapshot, rates: Rates) -> None:
+    def _show(self, snapshot: Progress, rates: Rates) -> None:
         """Nothing: progress was not asked for."""
 
     def _write(self, line: str) -> None:
@@ -159,8 +194,8 @@ class _Lines:
 class _Plain(_Lines):
     every = PLAIN_SECONDS
 
-    def _show(self, snapshot: Snapshot, rates: Rates) -> None:
-        self._write(f"[{_clock(snapshot.seconds)}] {safe(snapshot.stage)}: {describe(snapshot, rates)}")
+    def _show(self, snapshot: Progress, rates: Rates) -> None:
+        self._write(f"[{_clock(snapshot.seconds)}] {safe(snapshot.state)}: {describe(snapshot, rates)}")
 
 
 class _Json(_Lines):
@@ -169,7 +204,7 @@ class _Json(_Lines):
     def note(self, text: str) -> None:
         self._write(json.dumps({"note": text}))
 
-    def _show(self, snapshot: Snapshot, rates: Rates) -> None:
+    def _show(self, snapshot: Progress, rates: Rates) -> None:
         self._write(json.dumps({**asdict(snapshot), **asdict(rates)}, allow_nan=False))
 
 
@@ -191,12 +226,12 @@ class _Bar:
             bar_format="{percentage:3.0f}%|{bar:20}| {desc}",
         )
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Progress) -> None:
         rates = self._meter.add(snapshot)
-        running = snapshot.stage == "running"
+        running = snapshot.state == "running"
         self._bar.n = round((rates.done_share or 0.0) * self.STEPS)
         text = describe(snapshot, rates)
-        self._bar.set_description_str(text if running else f"{safe(snapshot.stage)}: {text}", refresh=True)
+        self._bar.set_description_str(text if running else f"{safe(snapshot.state)}: {text}", refresh=True)
 
     def note(self, text: str) -> None:
         self._bar.write(safe(text), file=self._stream)

@@ -41,6 +41,8 @@ def _report(job: Path, sets: tuple[str, ...]) -> Report:
         spec = load_job(job, sets)
         report.notes += spec.notes
         with closing(checks.check_job(spec, report, rows_for_ids=checks.ROWS_FOR_IDS)) as found:
+            with report.check():
+                checks.check_output_writable(spec)
             source = found.tokenizer_source or found.source
             if source is not None and found.prompt is not None:
                 checks.check_prompt(spec, found.prompt, checks.load_tokenizer(source), report)

@@ -16,7 +16,7 @@ from typing import Any
 
 from batchgen.data.fingerprint import describe_changes
 from batchgen.job.faults import dotted, show_value
-from batchgen.job.file_hash import hash_files
+from batchgen.job.file_hash import hash_file, hash_files
 from batchgen.job.resolved import resolved_dict
 from batchgen.job.spec import JobSpec
 from batchgen.text.tokenizer import fingerprint as tokenizer_fingerprint
@@ -51,7 +51,7 @@ class ModelFiles:
 
     Args:
         weights: weight files and configuration, or the GGUF file.
-        tokenizer: the folder with the tokenizer; None where the GGUF file holds it.
+        tokenizer: the folder with the tokenizer, or another GGUF file; None where `weights` holds it.
     """
 
     weights: tuple[Path, ...]
@@ -94,7 +94,7 @@ def fingerprint(
             "format": FORMAT,
             "task": spec.task,
             "weights": hash_files(files.weights),
-            "tokenizer": None if files.tokenizer is None else tokenizer_fingerprint(files.tokenizer),
+            "tokenizer": None if files.tokenizer is None else _tokenizer(files.tokenizer),
             "model": {key: model[key] for key in ("dtype", "max_model_len", "generation_defaults")},
             "prompt": job["prompt"],
             "sampling": job["sampling"],
@@ -105,6 +105,10 @@ def fingerprint(
         },
         engine={"format": FORMAT, "engine": job["engine"], "facts": dict(facts or {})},
     )
+
+
+def _tokenizer(place: Path) -> str:
+    return hash_file(place) if place.is_file() else tokenizer_fingerprint(place)
 
 
 def digest(part: Mapping[str, Any]) -> str:

@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 
 from batchgen.cli.progress import Meter, describe, make_progress
-from batchgen.job.snapshot import Snapshot
+from batchgen.job.progress import Progress
 
-START = Snapshot(stage="running", rows_total=100, rows_ok=20, rows_before=20)
+START = Progress(state="running", rows_total=100, rows_done=20, ok=20, rows_before=20)
 LATER = replace(
     START,
-    rows_ok=28,
-    rows_error=2,
+    rows_done=30,
+    ok=28,
+    error=2,
     prompt_tokens=900,
     cached_tokens=450,
     output_tokens=100,
@@ -49,8 +50,23 @@ def test_rates_are_those_of_the_last_half_minute() -> None:
     assert rates.seconds_left is None
 
 
+def test_a_snapshot_that_changes_later_is_not_taken_for_the_first() -> None:
+    snapshot, meter = replace(START), Meter()
+    for second in range(3):
+        snapshot.seconds, snapshot.output_tokens = float(second), 50 * second
+        rates = meter.add(snapshot)
+    assert rates.tokens_out == 50.0
+
+
+def test_tokens_never_count_down() -> None:
+    meter = Meter()
+    for snapshot in (START, LATER, replace(START, seconds=20.0)):
+        rates = meter.add(snapshot)
+    assert (rates.tokens_in, rates.tokens_out, rates.cached_share) == (45.0, 5.0, 0.5)
+
+
 def test_what_is_not_known_yet_is_a_question_mark() -> None:
-    snapshot = Snapshot(stage="running")
+    snapshot = Progress(state="running")
     assert describe(snapshot, Meter().add(snapshot)) == (
         "0/? rows, 0 ok, 0 failed, 0 tok/s in, 0 out, 0% prefix hits, ETA ?"
     )
@@ -62,8 +78,8 @@ def test_plain_lines_come_each_half_minute_and_at_the_end() -> None:
     progress.note("a note\x1b[2J")
     for second in range(0, 65, 5):
         progress.update(replace(START, seconds=float(second)))
-    progress.update(replace(START, stage="stopping", seconds=66.0))
-    progress.update(replace(START, stage="stopping", seconds=67.0))
+    progress.update(replace(START, state="draining", seconds=66.0))
+    progress.update(replace(START, state="draining", seconds=67.0))
     progress.close()
     lines = stream.getvalue().splitlines()
     assert lines[0] == "a note\\x1b[2J"
@@ -71,8 +87,8 @@ def test_plain_lines_come_each_half_minute_and_at_the_end() -> None:
         "[0:00] running",
         "[0:30] running",
         "[1:00] running",
-        "[1:06] stopping",
-        "[1:07] stopping",
+        "[1:06] draining",
+        "[1:07] draining",
     ]
 
 
@@ -86,7 +102,7 @@ def test_json_is_an_object_a_line() -> None:
     note, first, second = map(json.loads, stream.getvalue().splitlines())
     assert note == {"note": "hello\n"}
     assert first["seconds_left"] is None
-    assert (second["rows_ok"], second["tokens_out"], second["done_share"]) == (28, 10.0, 0.3)
+    assert (second["ok"], second["tokens_out"], second["done_share"]) == (28, 10.0, 0.3)
 
 
 def test_none_shows_notes_only() -> None:
@@ -101,7 +117,7 @@ def test_none_shows_notes_only() -> None:
 def test_a_terminal_gets_one_bar() -> None:
     stream = _Terminal()
     progress = make_progress("auto", stream)
-    progress.update(replace(START, stage="loading\x07 the model"))
+    progress.update(replace(START, state="loading\x07 the model"))
     progress.note("x\x1b")
     progress.update(LATER)
     progress.close()
