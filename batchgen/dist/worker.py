@@ -197,7 +197,7 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True)
     channel = Channel.from_fd(parser.parse_args().fd)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         start = channel.receive()
         Worker(channel, start["config"]).run()
