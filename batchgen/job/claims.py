@@ -7,6 +7,7 @@ is void. Making a folder is the one step that only a single process can win, on 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -114,7 +115,9 @@ class Claims:
             if path.name in base.accepted:
                 accepted[path.name] = base.accepted[path.name]
             elif name.epoch == base.epoch:
-                accepted[path.name] = _synced_size(path, self._files) if sync else path.stat().st_size
+                # The owner removes segments while somebody only looks.
+                with contextlib.suppress(FileNotFoundError):
+                    accepted[path.name] = _synced_size(path, self._files) if sync else path.stat().st_size
         return accepted
 
     def _epochs(self) -> list[int]:

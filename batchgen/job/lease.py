@@ -55,13 +55,17 @@ class Owner:
         pid = os.getpid()
         return cls(socket.gethostname(), pid, _boot_id(), _pid_namespace(), _start_time(pid) or 0, locked)
 
+    def is_here(self) -> bool:
+        """Whether this kernel, and this namespace, is where the process would be."""
+        return bool(self.boot) and self.boot == _boot_id() and self.pid_namespace == _pid_namespace()
+
     def is_dead(self, *, have_lock: bool) -> bool:
         """Whether this kernel knows that the owner is gone; False when it cannot tell."""
         if not self.boot or self.boot != _boot_id():
             return False
         if self.locked and have_lock:
             return True
-        return self.pid_namespace == _pid_namespace() and _start_time(self.pid) != self.started
+        return self.is_here() and _start_time(self.pid) != self.started
 
 
 @dataclass(frozen=True, slots=True)

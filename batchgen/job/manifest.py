@@ -56,6 +56,16 @@ class Manifest:
         atomic_write(folder.manifest, text.encode(errors="surrogatepass"))
 
 
+def require_manifest(folder: JobFolder) -> Manifest:
+    """The manifest of a folder that must be a job's. Raises UsageError where there is none."""
+    manifest = load_manifest(folder)
+    if manifest is None:
+        raise UsageError(
+            f"{folder.root}: no manifest.json, so this is not the output folder of a job; check the path"
+        )
+    return manifest
+
+
 def load_manifest(folder: JobFolder) -> Manifest | None:
     """The manifest of a folder; None where there is none.
 

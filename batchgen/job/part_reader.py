@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchgen.data.results import OutputPlan, RowResult
+from batchgen.data.results import RowResult
 from batchgen.job.files import storage
 from batchgen.types import ErrorClass, RowError
 
@@ -22,22 +22,26 @@ class PartRow(NamedTuple):
     result: RowResult
 
 
-def read_part(path: Path, plan: OutputPlan) -> Iterator[PartRow]:
+def read_part(path: Path, names: Mapping[str, str]) -> Iterator[PartRow]:
     """Rows of a part in file order, lazily.
+
+    Args:
+        path: of the part.
+        names: `OutputPlan.names`: our columns to what they are called.
 
     Raises:
         StorageError: the file cannot be read.
         ValueError: its content is not what a part holds; `verify` reports it.
     """
-    rows = _parquet_rows(path, plan) if path.suffix == ".parquet" else _json_rows(path)
+    rows = _parquet_rows(path, names) if path.suffix == ".parquet" else _json_rows(path)
     with storage(path, action="read"):
         for values in rows:
-            yield _part_row(values, plan)
+            yield _part_row(values, names)
 
 
-def _part_row(values: dict[str, Any], plan: OutputPlan) -> PartRow:
+def _part_row(values: dict[str, Any], names: Mapping[str, str]) -> PartRow:
     def ours(key: str) -> Any:
-        return values.get(plan.names[key]) if key in plan.names else None
+        return values.get(names[key]) if key in names else None
 
     error, usage = ours("error"), ours("usage")
     result = RowResult(
@@ -51,13 +55,13 @@ def _part_row(values: dict[str, Any], plan: OutputPlan) -> PartRow:
     return PartRow(ours("row"), ours("id"), result)
 
 
-def _parquet_rows(path: Path, plan: OutputPlan) -> Iterator[dict[str, Any]]:
+def _parquet_rows(path: Path, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(columns=list(plan.names.values())):
+            for batch in file.iter_batches(columns=list(names.values())):
                 yield from batch.to_pylist()
     except pa.ArrowException as error:
         raise ValueError(f"{path}: not readable as Parquet: {error}") from error

@@ -207,7 +207,7 @@ def _reopen_short_parts(job: OpenJob) -> None:
 def _reopen(job: OpenJob, part: int, path: Any) -> None:
     digests = _row_digests(job, part)
     try:
-        kept = [row for row in read_part(path, job.plan) if row.row in digests]
+        kept = [row for row in read_part(path, job.plan.names) if row.row in digests]
     except ValueError as error:
         raise StorageError(f"{error}; move it away, then run the same command again") from error
     for row in kept:

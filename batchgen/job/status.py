@@ -1,0 +1,233 @@
+"""`read_status`: how far a job is and whether anyone works on it, from what lies in its folder.
+
+Works on any host that sees the folder, while the job runs, and long after it died. Reads only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchgen.job.attempts import Attempt, attempt_file, read_attempts
+from batchgen.job.claims import Claims
+from batchgen.job.counters import read_counters
+from batchgen.job.folder import JobFolder
+from batchgen.job.index import InputIndex
+from batchgen.job.journal import Replay, replay
+from batchgen.job.lease import LeaseRecord, read_lease
+from batchgen.job.manifest import Manifest, require_manifest
+from batchgen.job.parts import Counts, recognise_parts
+from batchgen.job.progress import Progress, read_progress
+
+BEATS_TO_WAIT = 2.5
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker process.
+
+    Args:
+        attempt, number: which.
+        pid: on its host.
+        end: how it ended; None while it runs, or if its supervisor could not see it end.
+        sampled: output tokens.
+        lost_at_most: tokens sampled after its last group commit: what its end can have cost.
+    """
+
+    attempt: int
+    number: int
+    pid: int
+    end: str | None
+    sampled: int
+    lost_at_most: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """A job as its folder shows it.
+
+    Args:
+        state: complete, running, stopped (resumable, it said so), dead (it said nothing) or failed.
+        rows_total: of the selection; None while the end of the input is unknown.
+        ok, error, skipped: rows in committed parts and in the journal.
+        rows_in_parts: of these, rows in committed parts.
+        tokens_sampled: output tokens of all attempts.
+        tokens_kept: of these, in results and in partial results that a resumed row goes on from.
+        tokens_lost: sampled, but not kept: computed again. While the job runs, those of this moment count.
+        rows_per_second, eta_seconds: of the attempt that runs.
+        owner: the lease: host, pid, beat, released.
+        last_error: of the last attempt, if it ended with one.
+        messages: of the last attempt, and damage that was found now.
+    """
+
+    folder: str
+    job_id: str
+    state: str
+    rows_total: int | None
+    rows_done: int
+    ok: int
+    error: int
+    skipped: int
+    rows_in_parts: int
+    parts: int
+    attempts: int
+    tokens_sampled: int
+    tokens_kept: int
+    tokens_lost: int
+    rows_per_second: float
+    eta_seconds: float | None
+    owner: dict[str, Any] | None
+    last_attempt: dict[str, Any] | None
+    last_error: str | None
+    progress: dict[str, Any] | None
+    workers: list[WorkerStatus] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def read_status(
+    root: Path,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> JobStatus:
+    """Look at an output folder.
+
+    Args:
+        root: the folder.
+        clock, sleep: to watch the heartbeat of an owner on another host for a few seconds.
+
+    Raises:
+        UsageError: it is not an output folder.
+        StorageError: it cannot be read.
+    """
+    folder = JobFolder(root)
+    manifest = require_manifest(folder)
+    attempts = list(read_attempts(folder))
+    last = attempts[-1] if attempts else None
+    messages: list[str] = []
+    parts = recognise_parts(folder, messages)
+    found = replay(folder.journal, manifest.job_id, Claims(folder).accepted_now(), manifest.part_rows, parts)
+    in_parts = Counts()
+    for commit in parts.values():
+        in_parts.add(commit.counts)
+    counts = _with_journal(in_parts, found)
+    workers = [worker for attempt in attempts for worker in _workers(folder, attempt)]
+    sampled = sum(worker.sampled for worker in workers)
+    kept = counts.completion_tokens + sum(len(partial.ids) for partial in found.partials.values())
+    lease = read_lease(folder.lease)
+    progress = read_progress(folder, last.number) if last is not None else None
+    state = _state(folder, lease, last, clock, sleep)
+    running = progress if state == "running" else None
+    return JobStatus(
+        folder=str(root),
+        job_id=manifest.job_id,
+        state=state,
+        rows_total=_rows_total(folder, manifest, progress),
+        rows_done=counts.rows,
+        ok=counts.ok,
+        error=counts.error,
+        skipped=counts.skipped,
+        rows_in_parts=in_parts.rows,
+        parts=len(parts),
+        attempts=len(attempts),
+        tokens_sampled=sampled,
+        tokens_kept=kept,
+        tokens_lost=max(0, sampled - kept),
+        rows_per_second=running.rows_per_second if running else 0.0,
+        eta_seconds=running.eta_seconds if running else None,
+        owner=_owner(lease),
+        last_attempt=asdict(last) if last is not None else None,
+        last_error=_last_error(last, state),
+        progress=asdict(progress) if progress is not None else None,
+        workers=workers,
+        messages=[*(last.messages if last is not None else []), *messages, *map(str, found.dropped)],
+    )
+
+
+def _with_journal(in_parts: Counts, found: Replay) -> Counts:
+    counts = Counts()
+    counts.add(in_parts)
+    for result in found.results.values():
+        counts.count(result.status, result.usage)
+    return counts
+
+
+def _workers(folder: JobFolder, attempt: Attempt) -> list[WorkerStatus]:
+    listed = []
+    for worker in attempt.workers:
+        counters = read_counters(attempt_file(folder, attempt.number, f"worker-{worker['number']}.counters"))
+        listed.append(
+            WorkerStatus(
+                attempt=attempt.number,
+                number=worker["number"],
+                pid=worker["pid"],
+                end=worker["end"],
+                sampled=counters.sampled if counters else 0,
+                lost_at_most=counters.at_risk if counters else 0,
+            )
+        )
+    return listed
+
+
+def _rows_total(folder: JobFolder, manifest: Manifest, progress: Progress | None) -> int | None:
+    known = [manifest.limit, InputIndex(folder).end, progress.rows_total if progress else None]
+    return min((n for n in known if n is not None), default=None)
+
+
+def _state(
+    folder: JobFolder,
+    lease: LeaseRecord | None,
+    last: Attempt | None,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> str:
+    if lease is not None and not lease.released and _lives(folder, lease, clock, sleep):
+        return "running"
+    if folder.success.exists():
+        return "complete"
+    if last is None or last.exit_code is None:
+        return "dead"
+    return "failed" if last.error else "stopped"
+
+
+def _lives(
+    folder: JobFolder, lease: LeaseRecord, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> bool:
+    """Ask the kernel where it knows; else watch for a heartbeat."""
+    if lease.owner.is_dead(have_lock=False):
+        return False
+    if lease.owner.is_here():
+        return True
+    deadline = clock() + BEATS_TO_WAIT * lease.beat_seconds
+    while clock() < deadline:
+        sleep(_POLL_SECONDS)
+        now = read_lease(folder.lease)
+        if now is not None and now.beat != lease.beat:
+            return not now.released
+    return False
+
+
+def _owner(lease: LeaseRecord | None) -> dict[str, Any] | None:
+    if lease is None:
+        return None
+    return {
+        "host": lease.owner.host,
+        "pid": lease.owner.pid,
+        "beat": lease.beat,
+        "released": lease.released,
+    }
+
+
+def _last_error(last: Attempt | None, state: str) -> str | None:
+    if last is None or state in ("running", "complete"):
+        return None
+    if last.exit_code is None:
+        return f"attempt {last.number} on {last.host} ended without a word: killed, or the machine went down"
+    return last.error

@@ -1,0 +1,213 @@
+"""`verify_folder`: proves that an output folder holds every row of its job once, in order and undamaged.
+
+Trusts nothing but the files: every part is hashed and read from its first to its last row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchgen.data.row import PartIndexer
+from batchgen.data.source import InputSet
+from batchgen.job.fingerprints import Fingerprints, check_drift, digest
+from batchgen.job.folder import PART_NAME, TEMPORARY, JobFolder
+from batchgen.job.index import InputIndex
+from batchgen.job.linelog import read_folder
+from batchgen.job.manifest import Manifest, require_manifest
+from batchgen.job.part_reader import PartRow, read_part
+from batchgen.job.parts import Counts, PartCommit, file_digest
+from batchgen.types import DriftError, InputError, Status, StorageError
+
+MOST_FAULTS = 100
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What was found.
+
+    Args:
+        rows: in the parts that were read.
+        faults: what is wrong, one sentence each; none if the folder is what it should be.
+        notes: what is worth knowing and no fault.
+    """
+
+    folder: str
+    rows: int = 0
+    parts: int = 0
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+    def fault(self, sentence: str) -> None:
+        """Add a fault, up to a number that a person can read."""
+        if len(self.faults) < MOST_FAULTS:
+            self.faults.append(sentence)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "ok": self.ok}
+
+
+def verify_folder(
+    root: Path, inputs: InputSet | None = None, fingerprints: Fingerprints | None = None
+) -> VerifyReport:
+    """Check a whole output folder.
+
+    Args:
+        root: the folder.
+        inputs: the job's input, to compare contents and ids too; None to leave that out.
+        fingerprints: of the job as it is now, to compare; None to leave that out.
+
+    Raises:
+        UsageError: it is not an output folder.
+        StorageError: it cannot be read at all.
+    """
+    folder = JobFolder(root)
+    manifest = require_manifest(folder)
+    report = VerifyReport(str(root))
+    _check_fingerprints(folder, manifest, fingerprints, report)
+    recorded = _recorded_parts(folder, report)
+    present = _present_parts(folder, report)
+    for part in sorted(present):
+        _check_part(present[part], part, recorded.get(part, []), manifest, report)
+    index = InputIndex(folder)
+    report.notes += index.damaged
+    _check_completeness(folder, manifest, sorted(present), index, report)
+    if inputs is not None:
+        _check_input(inputs, present, manifest, index, report)
+    return report
+
+
+def _check_fingerprints(
+    folder: JobFolder, manifest: Manifest, now: Fingerprints | None, report: VerifyReport
+) -> None:
+    for name, value in manifest.fingerprints.items():
+        if digest(value) != manifest.digests.get(name):
+            report.fault(f"{folder.manifest}: the {name} fingerprint does not match its own checksum")
+    if now is not None:
+        try:
+            check_drift(manifest.fingerprints, now, manifest.pinned, folder.root)
+        except DriftError as error:
+            report.fault(str(error))
+
+
+def _recorded_parts(folder: JobFolder, report: VerifyReport) -> dict[int, list[PartCommit]]:
+    recorded: dict[int, list[PartCommit]] = {}
+    for record in read_folder(folder.commits, report.notes):
+        commit = PartCommit.from_json(record)
+        recorded.setdefault(commit.part, []).append(commit)
+    return recorded
+
+
+def _present_parts(folder: JobFolder, report: VerifyReport) -> dict[int, Path]:
+    present: dict[int, Path] = {}
+    for path in sorted(folder.data.iterdir()):
+        match = PART_NAME.fullmatch(path.name)
+        if match is None:
+            kind = "a temporary file of a killed run" if path.name.startswith(TEMPORARY) else "not a part"
+            report.notes.append(f"{path}: {kind}")
+        elif int(match[1]) in present:
+            report.fault(f"{path}: part {int(match[1])} is there twice, see {present[int(match[1])].name}")
+        else:
+            present[int(match[1])] = path
+    return present
+
+
+def _check_part(
+    path: Path, part: int, recorded: list[PartCommit], manifest: Manifest, report: VerifyReport
+) -> None:
+    report.parts += 1
+    found = file_digest(path)
+    commit = next((c for c in recorded if c.digest == found), None)
+    if commit is None:
+        known = "its checksum is not the recorded one" if recorded else "no commit of it is recorded"
+        report.fault(f"{path}: {known}; run the job again to make it anew")
+    counts = Counts()
+    try:
+        for place, row in enumerate(read_part(path, manifest.output_plan["names"])):
+            expected = part * manifest.part_rows + place
+            if row.row != expected:
+                report.fault(f"{path}: row {row.row} stands where row {expected} belongs")
+            _check_row(path, row, report)
+            if row.result.status in set(Status):
+                counts.count(row.result.status, row.result.usage)
+            report.rows += 1
+    except (ValueError, KeyError, TypeError, StorageError) as error:
+        report.fault(f"{path}: cannot be read as a part: {error}")
+        return
+    if commit is not None and (counts.rows, counts.ok) != (commit.rows, commit.counts.ok):
+        recorded_as = f"{commit.rows} ({commit.counts.ok} ok) are recorded"
+        report.fault(f"{path}: has {counts.rows} rows ({counts.ok} ok), and {recorded_as}")
+
+
+def _check_row(path: Path, row: PartRow, report: VerifyReport) -> None:
+    status, result = row.result.status, row.result
+    if status not in set(Status):
+        report.fault(f"{path}: row {row.row} has the status {status!r}")
+    elif status == Status.OK and (result.generated_text is None or result.error is not None):
+        report.fault(f"{path}: row {row.row} is ok and has no text, or an error")
+    elif status == Status.ERROR and result.error is None:
+        report.fault(f"{path}: row {row.row} is an error row without an error")
+    if not isinstance(row.id, str):
+        report.fault(f"{path}: row {row.row} has no id")
+
+
+def _check_completeness(
+    folder: JobFolder, manifest: Manifest, parts: list[int], index: InputIndex, report: VerifyReport
+) -> None:
+    for expected, part in enumerate(parts):
+        if part != expected:
+            report.fault(f"{folder.data}: part {expected} is missing, part {part} is there")
+            break
+    try:
+        rows = json.loads(folder.success.read_bytes())["rows"]
+    except FileNotFoundError:
+        selected = [n for n in (manifest.limit, index.end) if n is not None]
+        of = f" of {min(selected):,}" if selected else ""
+        report.fault(f"{folder.root}: not complete: {report.rows:,} rows{of} are in parts; run the job again")
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        report.fault(f"{folder.success}: cannot be read ({error})")
+        return
+    if rows != report.rows:
+        report.fault(f"{folder.root}: _SUCCESS promises {rows:,} rows and the parts hold {report.rows:,}")
+
+
+def _check_input(
+    inputs: InputSet,
+    present: Mapping[int, Path],
+    manifest: Manifest,
+    index: InputIndex,
+    report: VerifyReport,
+) -> None:
+    """Compare with the input, read once from beginning to end."""
+    rows = inputs.rows()
+    try:
+        for part, path in sorted(present.items()):
+            known = index.get(part)
+            indexer = PartIndexer(part, index.nearest_start(part))
+            for ours in _ids(path, manifest.output_plan["names"]):
+                row = next(rows, None)
+                if row is None or ours != (row.ordinal, row.id):
+                    theirs = (
+                        "the input has ended" if row is None else f"the input has {row.ordinal} ({row.id!r})"
+                    )
+                    report.fault(f"{path}: has row {ours[0]} (id {ours[1]!r}) where {theirs}")
+                    return
+                indexer.add(row)
+            if known is not None and known.rows == indexer.rows and known.digest != indexer.entry().digest:
+                report.fault(f"{path}: its rows of the input are not what they were when they ran")
+    except (InputError, ValueError, StorageError) as error:
+        report.fault(str(error))
+
+
+def _ids(path: Path, names: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+    return ((row.row, row.id) for row in read_part(path, names))

@@ -1,0 +1,218 @@
+"""What `status` and `verify` say of folders in every state."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_driver import Settings, run_here, setup_of
+from job_inputs import write_jsonl
+
+from batchgen.data.source import open_input
+from batchgen.job.folder import JobFolder
+from batchgen.job.lease import LeaseRecord, Owner
+from batchgen.job.status import JobStatus, read_status
+from batchgen.job.verify import VerifyReport, verify_folder
+from batchgen.types import EngineError, UsageError
+
+FATAL = {"fatal_after_tokens": 200, "fatal": {"exit_code": 7, "message": "the card fell out"}}
+
+
+def job(tmp_path: Path, **changes: Any) -> Settings:
+    write_jsonl(tmp_path / "in.jsonl", 60)
+    return Settings(output=str(tmp_path / "out"), input=str(tmp_path / "in.jsonl"), **changes)
+
+
+@pytest.fixture
+def complete(tmp_path: Path) -> Settings:
+    settings = job(tmp_path)
+    run_here(settings)
+    return settings
+
+
+@pytest.fixture
+def failed(tmp_path: Path) -> Settings:
+    settings = job(tmp_path, worker=FATAL)
+    with pytest.raises(EngineError):
+        run_here(settings)
+    return settings
+
+
+def verify(settings: Settings, *, with_input: bool = False) -> VerifyReport:
+    inputs = open_input([settings.input]) if with_input else None
+    report = verify_folder(Path(settings.output), inputs)
+    if inputs is not None:
+        inputs.close()
+    json.dumps(report.to_json())
+    return report
+
+
+def status(settings: Settings, **clock: Any) -> JobStatus:
+    found = read_status(Path(settings.output), **clock)
+    json.dumps(found.to_json())
+    return found
+
+
+def test_status_of_a_complete_job(complete: Settings) -> None:
+    found = status(complete)
+    assert (found.state, found.rows_total, found.rows_done, found.error) == ("complete", 60, 60, 3)
+    assert (found.rows_in_parts, found.parts, found.attempts) == (60, 6, 1)
+    assert found.tokens_lost == 0
+    assert found.tokens_sampled == found.tokens_kept > 0
+    assert found.last_error is None
+
+
+def test_status_of_a_failed_job_counts_the_journal(failed: Settings) -> None:
+    found = status(failed)
+    assert found.state == "failed"
+    assert found.last_error == "the card fell out"
+    assert 0 < found.rows_done < 60
+    assert found.tokens_kept + found.tokens_lost == found.tokens_sampled
+    assert found.tokens_lost <= sum(worker.lost_at_most for worker in found.workers)
+
+
+def test_status_of_a_dead_job(failed: Settings) -> None:
+    path = JobFolder(Path(failed.output)).attempts / "0001.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "exit_code": None, "reason": "running", "error": None}))
+    found = status(failed)
+    assert found.state == "dead"
+    assert found.last_error is not None
+    assert "ended without a word" in found.last_error
+
+
+def test_status_watches_the_heartbeat_of_another_host(failed: Settings) -> None:
+    folder = JobFolder(Path(failed.output))
+    owner = Owner("faraway", 4242, "another boot", "pid:[1]", 99)
+    beats = iter(range(100))
+    now = [0.0]
+
+    def beat() -> None:
+        record = LeaseRecord(owner, next(beats), 2.0, 60.0, released=False)
+        folder.lease.write_bytes(record.encode())
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 1:
+            beat()
+
+    beat()
+    found = status(failed, clock=lambda: now[0], sleep=sleep)
+    assert found.state == "running"
+    assert found.owner == {"host": "faraway", "pid": 4242, "beat": 0, "released": False}
+
+    def only_sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    assert status(failed, clock=lambda: now[0], sleep=only_sleep).state == "failed"
+
+
+def test_status_survives_torn_files(failed: Settings) -> None:
+    folder = JobFolder(Path(failed.output))
+    for path in (*folder.commits.iterdir(), *folder.journal.iterdir()):
+        path.write_bytes(path.read_bytes()[:-3] + b"garbage")
+    folder.lease.write_bytes(b"{")
+    (folder.attempts / "0001.progress.json").write_bytes(b"{")
+    found = status(failed)
+    assert any("torn or damaged" in message for message in found.messages)
+
+
+def test_a_folder_that_is_no_job_is_refused(tmp_path: Path) -> None:
+    for look in (read_status, verify_folder):
+        with pytest.raises(UsageError, match=r"no manifest\.json"):
+            look(tmp_path / "nowhere")
+
+
+def test_verify_finds_nothing_wrong_with_a_complete_job(complete: Settings) -> None:
+    report = verify(complete, with_input=True)
+    assert (report.faults, report.rows, report.parts) == ([], 60, 6)
+    setup = setup_of(complete)
+    assert verify_folder(Path(complete.output), setup.inputs, setup.fingerprints).ok
+    setup.inputs.close()
+
+
+def test_verify_says_that_a_job_is_not_complete(failed: Settings) -> None:
+    report = verify(failed)
+    assert len(report.faults) == 1
+    assert "not complete" in report.faults[0]
+
+
+def damage_byte(data: Path) -> None:
+    path = data / "part-000002.jsonl"
+    content = bytearray(path.read_bytes())
+    content[40] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def lose_part(data: Path) -> None:
+    (data / "part-000003.jsonl").unlink()
+
+
+def swap_parts(data: Path) -> None:
+    (data / "part-000001.jsonl").rename(data / "x")
+    (data / "part-000002.jsonl").rename(data / "part-000001.jsonl")
+    (data / "x").rename(data / "part-000002.jsonl")
+
+
+def double_row(data: Path) -> None:
+    path = data / "part-000004.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], lines[2], *lines[4:]]))
+
+
+def cut_part(data: Path) -> None:
+    path = data / "part-000005.jsonl"
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+def promise_more(data: Path) -> None:
+    (data.parent / "_SUCCESS").write_text('{"rows": 70}')
+
+
+def forge_fingerprint(data: Path) -> None:
+    path = data.parent / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["fingerprints"]["result"]["sampling"]["temperature"] = 1.0
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (damage_byte, "part-000002.jsonl: its checksum is not the recorded one"),
+        (lose_part, "part 3 is missing"),
+        (swap_parts, "row 20 stands where row 10 belongs"),
+        (double_row, "row 42 stands where row 43 belongs"),
+        (cut_part, "part-000005.jsonl: cannot be read as a part"),
+        (promise_more, "_SUCCESS promises 70 rows and the parts hold 60"),
+        (forge_fingerprint, "the result fingerprint does not match its own checksum"),
+    ],
+)
+def test_verify_finds(complete: Settings, harm: Any, words: str) -> None:
+    harm(Path(complete.output) / "data")
+    report = verify(complete)
+    assert any(words in fault for fault in report.faults), report.faults
+
+
+def test_verify_compares_with_the_input(complete: Settings) -> None:
+    path = Path(complete.input)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"n": 25', b'"n": 26'))
+    faults = verify(complete, with_input=True).faults
+    assert len(faults) == 1
+    assert "part-000002.jsonl: its rows of the input are not what they were" in faults[0]
+    path.write_bytes(content.partition(b"\n")[2])
+    assert verify(complete, with_input=True).faults
+
+
+def test_verify_notes_what_lies_about(complete: Settings) -> None:
+    data = Path(complete.output) / "data"
+    shutil.copy(data / "part-000000.jsonl", data / ".tmp-part-000000.jsonl-1")
+    os.mkdir(data / "mine")
+    report = verify(complete)
+    assert report.ok
+    assert len(report.notes) == 2
