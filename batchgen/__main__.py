@@ -1,7 +1,8 @@
-"""`python -m batchgen`: the same as the `batchgen` command."""
+"""`python -m batchgen` is the `batchgen` command."""
 
 import sys
 
 from batchgen.cli.main import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -44,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     job = write_job(args.rows, args.model)
     process = subprocess.Popen(
-        [sys.executable, "-m", "batchgen.cli.main", "run", str(job), "--overwrite"],
+        [sys.executable, "-m", "batchgen", "run", str(job), "--overwrite"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -26,7 +26,7 @@ STATE = ROOT / "build" / "storm"
 
 
 def batchgen(*args: str) -> list[str]:
-    return [sys.executable, "-m", "batchgen.cli.main", *args]
+    return [sys.executable, "-m", "batchgen", *args]
 
 
 def write_job(folder: Path, name: str, temperature: float, rows: int) -> Path:
