@@ -20,6 +20,7 @@ from batchgen.types import BatchgenError, StorageError, UsageError
 if TYPE_CHECKING:
     from batchgen.data.row import Row
     from batchgen.data.source import InputSet
+    from batchgen.job.fingerprints import ModelFiles
     from batchgen.job.spec import JobSpec
     from batchgen.models.source import ModelSource
     from batchgen.text.prompt_spec import PromptSpec
@@ -142,8 +143,14 @@ def find_models(spec: JobSpec) -> tuple[ModelSource, ModelSource | None]:
     return find_model(spec.model.path), find_model(spec.model.tokenizer) if spec.model.tokenizer else None
 
 
-def location(source: ModelSource) -> Path:
-    """The folder of a model, or its GGUF file."""
+def model_files(source: ModelSource, tokenizer_source: ModelSource | None) -> ModelFiles:
+    """The files that a job's results depend on."""
+    from batchgen.job.fingerprints import ModelFiles
+
+    return ModelFiles.find(_place(source), None if tokenizer_source is None else _place(tokenizer_source))
+
+
+def _place(source: ModelSource) -> Path:
     place = source.folder or source.gguf_file
     if place is None:
         raise ValueError("a model source is a folder or a GGUF file")
@@ -239,11 +246,11 @@ def _scan(inputs: InputSet, limit: int, *, with_ids: bool) -> _Scan:
         scan.read += 1
         if row.error is not None:
             scan.bad += 1
-            scan.first_bad = scan.first_bad or f"{_place(row)}: {row.error.message}"
+            scan.first_bad = scan.first_bad or f"{_where(row)}: {row.error.message}"
         elif with_ids and row.id in seen:
-            scan.twice.append(f"id {row.id!r} at {seen[row.id]} and {_place(row)}")
+            scan.twice.append(f"id {row.id!r} at {seen[row.id]} and {_where(row)}")
         elif with_ids:
-            seen[row.id] = _place(row)
+            seen[row.id] = _where(row)
     return scan
 
 
@@ -274,5 +281,5 @@ def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> N
         )
 
 
-def _place(row: Row) -> str:
+def _where(row: Row) -> str:
     return f"{row.file} line {row.line}" if row.line else f"{row.file} row {row.ordinal}"

@@ -16,7 +16,7 @@ import batchgen
 from batchgen.cli.terminal import safe
 from batchgen.types import BatchgenError
 
-VERBS = ("run", "validate", "show", "version")
+VERBS = ("run", "validate", "show", "status", "verify", "version")
 SECOND_INTERRUPT = 130
 
 

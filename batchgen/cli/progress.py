@@ -11,6 +11,7 @@ Everything goes to stderr, and nothing that a row or a model wrote can steer the
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from batchgen.job.progress import Progress
 PLAIN_SECONDS = 30.0
 JSON_SECONDS = 1.0
 RATE_SECONDS = 30.0
+NO_WIDTH_COLUMNS = 120
 
 
 class Display(Protocol):
@@ -96,14 +98,20 @@ class Meter:
         if elapsed <= 0:
             return Rates(cached_share=_share(snapshot), done_share=_done(snapshot))
         speed = (_tokens(snapshot) - _tokens(first)) / elapsed
-        left = _tokens_left(snapshot)
+        left = tokens_left(snapshot)
         return Rates(
             tokens_in=(snapshot.prompt_tokens - first.prompt_tokens) / elapsed,
             tokens_out=(snapshot.output_tokens - first.output_tokens) / elapsed,
             cached_share=_share(snapshot),
             done_share=_done(snapshot),
-            seconds_left=left / speed if left is not None and speed > 0 else None,
+            seconds_left=_time(left, speed),
         )
+
+
+def _time(left: float | None, speed: float) -> float | None:
+    if left == 0:
+        return 0.0
+    return left / speed if left is not None and speed > 0 else None
 
 
 def _tokens(snapshot: Progress) -> int:
@@ -114,7 +122,7 @@ def _share(snapshot: Progress) -> float:
     return snapshot.cached_tokens / snapshot.prompt_tokens if snapshot.prompt_tokens else 0.0
 
 
-def _tokens_left(snapshot: Progress) -> float | None:
+def tokens_left(snapshot: Progress) -> float | None:
     """Rows that are left, each as long as those of this attempt, counting what is half done as half a row."""
     begun = snapshot.rows_done - snapshot.rows_before + snapshot.running / 2
     if snapshot.rows_total is None or begun <= 0:
@@ -139,11 +147,12 @@ def describe(snapshot: Progress, rates: Rates) -> str:
         parts.append(f"{snapshot.skipped:,} skipped")
     parts.append(f"{rates.tokens_in:,.0f} tok/s in, {rates.tokens_out:,.0f} out")
     parts.append(f"{rates.cached_share:.0%} prefix hits")
-    parts.append(f"ETA {_clock(rates.seconds_left)}")
+    parts.append(f"ETA {clock(rates.seconds_left)}")
     return ", ".join(parts)
 
 
-def _clock(seconds: float | None) -> str:
+def clock(seconds: float | None) -> str:
+    """`1:02:03` or `2:03`; a question mark for None."""
     if seconds is None:
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -195,7 +204,7 @@ class _Plain(_Lines):
     every = PLAIN_SECONDS
 
     def _show(self, snapshot: Progress, rates: Rates) -> None:
-        self._write(f"[{_clock(snapshot.seconds)}] {safe(snapshot.state)}: {describe(snapshot, rates)}")
+        self._write(f"[{clock(snapshot.seconds)}] {safe(snapshot.state)}: {describe(snapshot, rates)}")
 
 
 class _Json(_Lines):
@@ -208,6 +217,14 @@ class _Json(_Lines):
         self._write(json.dumps({**asdict(snapshot), **asdict(rates)}, allow_nan=False))
 
 
+def _columns(stream: TextIO) -> int:
+    """Width of the terminal; 0 where it does not know its own, as under `script`."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0
+
+
 class _Bar:
     """A tqdm bar of a thousand steps; its length is the share of tokens, its text is ours."""
 
@@ -218,10 +235,12 @@ class _Bar:
 
         self._stream = stream
         self._meter = Meter()
+        has_width = _columns(stream) > 0
         self._bar: Any = tqdm(
             total=self.STEPS,
             file=stream,
-            dynamic_ncols=True,
+            dynamic_ncols=has_width,
+            ncols=None if has_width else NO_WIDTH_COLUMNS,
             leave=True,
             bar_format="{percentage:3.0f}%|{bar:20}| {desc}",
         )
@@ -229,7 +248,8 @@ class _Bar:
     def update(self, snapshot: Progress) -> None:
         rates = self._meter.add(snapshot)
         running = snapshot.state == "running"
-        self._bar.n = round((rates.done_share or 0.0) * self.STEPS)
+        # The estimate may take back a little; a bar that does looks broken.
+        self._bar.n = max(self._bar.n, round((rates.done_share or 0.0) * self.STEPS))
         text = describe(snapshot, rates)
         self._bar.set_description_str(text if running else f"{safe(snapshot.state)}: {text}", refresh=True)
 

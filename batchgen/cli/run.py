@@ -72,16 +72,15 @@ def _flags(limit: int | None, max_time: str | None, progress: str | None) -> lis
 
 
 def _setup(spec: JobSpec, found: Prepared) -> JobSetup:
-    from batchgen.cli.checks import location
-    from batchgen.job.fingerprints import ModelFiles, fingerprint
+    from batchgen.cli.checks import model_files
+    from batchgen.job.fingerprints import fingerprint
     from batchgen.job.run_options import setup_from_spec
     from batchgen.job.worker_config import worker_config
 
     assert found.inputs is not None
     assert found.prompt is not None
     assert found.source is not None
-    other = found.tokenizer_source
-    files = ModelFiles.find(location(found.source), None if other is None else location(other))
+    files = model_files(found.source, found.tokenizer_source)
     prints = fingerprint(spec, files, found.inputs.fingerprint())
     return setup_from_spec(spec, found.inputs, found.prompt, prints, worker_config(spec, found.prompt))
 

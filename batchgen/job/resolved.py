@@ -1,4 +1,4 @@
-"""The copy of a job that is written beside its results. Called by the supervisor.
+"""The copy of a job that is written beside its results. Called by the supervisor; `verify` loads it.
 
 Every key with the value that was used. What came from the environment is shown as the job file has it,
 so that no secret reaches the output folder.
@@ -16,7 +16,7 @@ from batchgen.job.faults import KeyPath
 from batchgen.job.spec import SECTIONS, JobSpec
 from batchgen.job.yaml_loader import CORE_SCALARS, TAG
 
-HEADER = "# This job with every default filled in; written by batchgen, not read back.\n"
+HEADER = "# This job with every default filled in; written by batchgen, read by `verify`.\n"
 
 
 class _Dumper(yaml.SafeDumper):

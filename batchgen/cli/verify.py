@@ -1,0 +1,91 @@
+"""`batchgen verify`: prove that an output folder holds every row once, in order and undamaged."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from batchgen.cli.options import AS_JSON, FOLDER, print_json
+
+if TYPE_CHECKING:
+    from batchgen.data.source import InputSet
+    from batchgen.job.fingerprints import Fingerprints
+    from batchgen.job.spec import JobSpec
+    from batchgen.job.verify import VerifyReport
+
+FAULTY = 8
+
+
+@click.command("verify", short_help="Prove that a folder holds every row once, in order and undamaged.")
+@FOLDER
+@AS_JSON
+def command(folder: Path, as_json: bool) -> int:
+    """Read a whole output folder and prove that it holds every row of its job once, in order and undamaged.
+
+    Input and model are compared with what they were, where they are still there. Exit code 8 means that
+    something is wrong.
+    """
+    from batchgen.cli.terminal import safe
+
+    report = _verify(folder)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        for sentence in (*(f"note: {note}" for note in report.notes), *report.faults):
+            click.echo(safe(sentence))
+        verdict = "nothing is wrong" if report.ok else f"{len(report.faults):,} faults"
+        click.echo(f"{safe(report.folder)}: {report.rows:,} rows in {report.parts:,} parts, {verdict}")
+    return 0 if report.ok else FAULTY
+
+
+def _verify(folder: Path) -> VerifyReport:
+    from batchgen.job.verify import verify_folder
+
+    notes: list[str] = []
+    spec = _resolved_job(folder, notes)
+    inputs = None if spec is None else _inputs(spec, notes)
+    if spec is None or inputs is None:
+        report = verify_folder(folder)
+    else:
+        with closing(inputs):
+            report = verify_folder(folder, inputs, _fingerprints(spec, inputs, notes))
+    report.notes += notes
+    return report
+
+
+def _resolved_job(folder: Path, notes: list[str]) -> JobSpec | None:
+    from batchgen.job.folder import JobFolder
+    from batchgen.job.load import load_job
+    from batchgen.types import BatchgenError
+
+    try:
+        return load_job(JobFolder(folder).resolved_job)
+    except BatchgenError as error:
+        notes.append(f"input and model were not compared: {error}")
+        return None
+
+
+def _inputs(spec: JobSpec, notes: list[str]) -> InputSet | None:
+    from batchgen.cli.checks import open_job_input
+    from batchgen.types import BatchgenError
+
+    try:
+        return open_job_input(spec)
+    except BatchgenError as error:
+        notes.append(f"input and model were not compared: {error}")
+        return None
+
+
+def _fingerprints(spec: JobSpec, inputs: InputSet, notes: list[str]) -> Fingerprints | None:
+    from batchgen.cli.checks import find_models, model_files
+    from batchgen.job.fingerprints import fingerprint
+    from batchgen.types import BatchgenError
+
+    try:
+        return fingerprint(spec, model_files(*find_models(spec)), inputs.fingerprint())
+    except BatchgenError as error:
+        notes.append(f"the model was not compared: {error}")
+        return None
