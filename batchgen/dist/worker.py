@@ -19,7 +19,7 @@ import transformers
 
 from batchgen.dist.channel import Channel, ChannelClosed, die_with_parent
 from batchgen.dist.intake import Closed, Intake
-from batchgen.engine.build import Engine, build_engine
+from batchgen.engine.build import Engine, build_engine, load_tokenizer
 from batchgen.engine.config import EngineConfig
 from batchgen.job.counters import CounterWriter
 from batchgen.sampling.resolve import generation_defaults, resolve_sampling
@@ -44,12 +44,16 @@ class Worker:
         self._channel = channel
         self._counters = CounterWriter(config["counters"])
         pinned = dict(config.get("pinned") or {})
-        self._engine = build_engine(_engine_config(config, pinned))
+        engine_config = _engine_config(config, pinned)
+        tokenizer = load_tokenizer(engine_config)
+        renderer = PromptRenderer(PromptSpec.from_dict(config["prompt"]), tokenizer)
+        renderer.probe()
+        self._engine = build_engine(engine_config, tokenizer)
         defaults = pinned.get("generation_defaults")
         if defaults is None:
             defaults = self._generation_defaults(config)
         sampling = resolve_sampling(config["sampling"], defaults)
-        renderer = PromptRenderer(PromptSpec.from_dict(config["prompt"]), self._engine.tokenizer)
+        self._notes = renderer.notes
         self._pinned = {**self._engine.pinned, "generation_defaults": defaults}
         self._max_seqs = self._engine.config.max_num_seqs or 1
         self._draining = False
@@ -77,8 +81,9 @@ class Worker:
             self._admit()
             outputs = self._engine.core.step()
             self._count()
+            # Ahead of the last results, after which the supervisor may have heard enough.
+            self._send_progress(now=bool(outputs) and not self._engine.core.num_unfinished)
             self._send_results(outputs)
-            self._send_progress()
             if not self._engine.core.num_unfinished:
                 self._intake.wait(IDLE_SECONDS)
         self._send_partials(None)
@@ -91,7 +96,7 @@ class Worker:
                 "type": "ready",
                 "pinned": self._pinned,
                 "facts": engine.facts,
-                "notes": engine.notes,
+                "notes": [*engine.notes, *self._notes],
                 "want_rows": LOOKAHEAD * self._max_seqs,
             }
         )
@@ -144,11 +149,11 @@ class Worker:
         counters = self._engine.core.counters
         self._counters.update(sampled=counters.sampled, computed=counters.computed)
 
-    def _send_progress(self) -> None:
-        now = time.monotonic()
-        if now - self._last_progress < PROGRESS_SECONDS:
+    def _send_progress(self, *, now: bool) -> None:
+        clock = time.monotonic()
+        if not now and clock - self._last_progress < PROGRESS_SECONDS:
             return
-        self._last_progress = now
+        self._last_progress = clock
         core, stats = self._engine.core, self._engine.core.scheduler.stats
         self._channel.send(
             {

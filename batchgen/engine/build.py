@@ -50,8 +50,21 @@ class Engine:
     notes: list[str] = field(default_factory=list)
 
 
-def build_engine(config: EngineConfig) -> Engine:
+def load_tokenizer(config: EngineConfig) -> Tokenizer:
+    """The tokenizer, without touching weights, so that a job's prompts can be tried first.
+
+    Raises:
+        UsageError: there is none, or it cannot be used.
+    """
+    return Tokenizer.load(str(find_model(config.tokenizer or config.model).tokenizer_folder()))
+
+
+def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Engine:
     """Load the model and make everything ready for the first request.
+
+    Args:
+        config: what was asked for.
+        tokenizer: from `load_tokenizer`, if it was called before.
 
     Raises:
         UsageError: the model cannot run here as asked; says why and which setting to change.
@@ -59,10 +72,8 @@ def build_engine(config: EngineConfig) -> Engine:
     threads = config.num_threads or default_threads()
     torch.set_num_threads(threads)
     dtype = "float32" if config.dtype == "auto" else config.dtype
-    source = find_model(config.model)
-    loaded = load_model(source.weights_folder(), dtype)
-    tokenizer_source = find_model(config.tokenizer) if config.tokenizer else source
-    tokenizer = Tokenizer.load(str(tokenizer_source.tokenizer_folder()))
+    tokenizer = tokenizer or load_tokenizer(config)
+    loaded = load_model(find_model(config.model).weights_folder(), dtype)
     config = dataclasses.replace(
         config,
         dtype=dtype,

@@ -182,3 +182,10 @@ def test_a_worker_does_not_outlive_its_supervisor(model: Path, tmp_path: Path) -
         os.sched_yield()
         signal.sigtimedwait([], 0.1)
     raise AssertionError("the worker outlived its supervisor")
+
+
+def test_a_template_that_refuses_the_job_is_fatal_before_weights_load(start: Any, model: Path) -> None:
+    talk = start(prompt={"mode": "chat", "chat_template": "{{ raise_exception('no turns here') }}"})
+    fatal = talk.next("fatal", "ready")
+    assert (fatal["type"], fatal.get("exit_code")) == ("fatal", 2)
+    assert "no turns here" in fatal["message"]
