@@ -40,12 +40,14 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(BIN)/mypy
 
 unit: $(MODEL) $(HUMANEVAL)
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest
 
 test: lint unit ## everything that must hold before a commit, under 10 minutes
 
 ci: test ## the longer suites too, under 60 minutes
-	$(BIN)/python -m pytest -m slow --timeout 1800
+	BATCHGEN_STEPS=150000 $(BIN)/python -m pytest tests/core -k machine --timeout 1800
+	BATCHGEN_SCHEDULES=20 $(BIN)/python -m pytest tests/parity/test_real_invariance.py --timeout 1800
+	$(BIN)/python tests/e2e/storm.py --kills 3 --rows 32 --fresh
 
 parity: $(MODEL) $(HUMANEVAL) ## greedy output against transformers on 64 real prompts
 	BATCHGEN_PARITY_PROMPTS=64 $(BIN)/python -m pytest tests/parity/test_real_parity.py --timeout 3600

@@ -19,10 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / "build" / "storm"
+LOADING_SECONDS = 10.0
 
 
 def batchgen(*args: str) -> list[str]:
@@ -82,7 +85,7 @@ def storm(name: str, temperature: float, rows: int, kills: int, rng: random.Rand
     while len(moments) < kills:
         process = start(rough)
         # Spread over a share of the run, so that all kills fall before the job is done.
-        moment = rng.uniform(0.0, 12.0 + 2.0 * seconds / kills)
+        moment = rng.uniform(0.0, LOADING_SECONDS + 3.0 * seconds / kills)
         try:
             code = process.wait(moment)
             assert code == 0, f"the run ended by itself with {code}"
@@ -104,7 +107,20 @@ def compare(name: str) -> None:
     verified = subprocess.run(batchgen("verify", str(rough)), capture_output=True, text=True)
     assert verified.returncode == 0, verified.stdout + verified.stderr
     print(f"{name}: {len(digests(calm))} parts equal to the byte; verify: {verified.stdout.strip()}")
-    print(json.dumps(status(rough), indent=1))
+    told = status(rough)
+    kept = sum(usage["completion_tokens"] for usage in results(rough).column("usage").to_pylist())
+    again = told["tokens_sampled"] - kept
+    bound = sum(worker["lost_at_most"] for worker in told["workers"])
+    print(
+        f"{name}: {told['attempts']} attempts, {told['tokens_sampled']} tokens sampled for {kept} kept, "
+        f"{again} computed again, at most {bound} were sampled after the last group commit of an attempt"
+    )
+    assert told["tokens_lost"] == again, told
+    assert again <= bound
+
+
+def results(output: Path) -> pa.Table:
+    return pa.concat_tables(pq.read_table(p) for p in sorted((output / "data").iterdir()))
 
 
 def main() -> None:
@@ -112,7 +128,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--rows", type=int, default=164)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--fresh", action="store_true", help="forget an earlier storm")
     args = parser.parse_args()
+    if args.fresh:
+        shutil.rmtree(STATE, ignore_errors=True)
     print(f"seed {args.seed}")
     rng = random.Random(args.seed)
     storm("greedy", 0.0, args.rows, args.kills, rng)
