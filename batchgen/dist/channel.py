@@ -54,7 +54,10 @@ class Channel:
         Raises:
             ChannelClosed: the other side is gone.
         """
-        data = msgpack.packb(message)
+        self.send_bytes(pack(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send a message that `pack` has made. Raises ChannelClosed."""
         try:
             with self._sending:
                 self._connection.send_bytes(data)
@@ -71,13 +74,19 @@ class Channel:
             data = self._connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise ChannelClosed(str(error) or "end of stream") from error
-        message: dict[str, Any] = msgpack.unpackb(data, strict_map_key=False)
+        message: dict[str, Any] = msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogatepass")
         return message
 
     def close(self) -> None:
         """End the stream in both directions, for a thread that waits in `receive` too."""
         with contextlib.suppress(OSError), socket(fileno=os.dup(self._connection.fileno())) as ending:
             ending.shutdown(SHUT_RDWR)
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    """The bytes of a message. Lone surrogates pass; what msgpack does not know goes as its text."""
+    data: bytes = msgpack.packb(message, default=str, unicode_errors="surrogatepass")
+    return data
 
 
 def die_with_parent() -> None:

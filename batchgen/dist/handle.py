@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from batchgen.dist.channel import Channel, ChannelClosed
+from batchgen.dist.channel import Channel, ChannelClosed, pack
 from batchgen.job.files import storage
 
 WORKER_COMMAND = (sys.executable, "-m", "batchgen.dist.worker")
@@ -45,7 +45,7 @@ class WorkerHandle:
         self._channel = channel
         self._log = log
         self._on_message = on_message
-        self._outbox: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         for target in (self._write, self._read):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
 
@@ -56,7 +56,7 @@ class WorkerHandle:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Queue a message; never blocks. What a dead worker does not receive is lost."""
-        self._outbox.put(message)
+        self._outbox.put(pack(message))
 
     def poll(self) -> int | None:
         """Exit code, negative for a signal; None while it runs."""
@@ -92,8 +92,8 @@ class WorkerHandle:
 
     def _write(self) -> None:
         with contextlib.suppress(ChannelClosed):
-            while (message := self._outbox.get()) is not None:
-                self._channel.send(message)
+            while (data := self._outbox.get()) is not None:
+                self._channel.send_bytes(data)
 
     def _read(self) -> None:
         with contextlib.suppress(ChannelClosed):
@@ -120,7 +120,9 @@ def launch_worker(
     """
     channel, fd = Channel.pair()
     try:
-        with storage(log), log.open("ab") as output:
+        with storage(log):
+            output = log.open("ab")
+        with output:
             process = subprocess.Popen(
                 [*command, "--fd", str(fd)],
                 stdin=subprocess.DEVNULL,

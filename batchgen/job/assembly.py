@@ -50,6 +50,7 @@ class Assembler:
             job.plan,
             job.manifest.compression,
             lambda: job.claims.check(job.epoch),
+            sum(location.length for location in part.done.values() if location is not None),
         )
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ class Claims:
                     f"{self._folder.root}: another process takes over this run at this moment; "
                     "wait for it, then run the same command again"
                 ) from None
-        self._files.fsync_folder(self._folder.claims)
+            self._files.fsync_folder(self._folder.claims)
         accepted = self._measure(self.latest())
         record = {"epoch": epoch, "accepted": accepted, "owner": dict(owner)}
         atomic_write(place / "claim.json", json.dumps(record, indent=1).encode(), self._files)

@@ -106,7 +106,7 @@ class ResultRecord:
 
     @classmethod
     def unpack(cls, payload: bytes) -> ResultRecord:
-        digest, *values = msgpack.unpackb(payload, strict_map_key=False)
+        digest, *values = msgpack.unpackb(payload, unicode_errors="surrogatepass")
         return cls(digest, dict(zip(_RESULT_FIELDS, values, strict=True)))
 
 
@@ -127,7 +127,7 @@ class PartialRecord:
 
 
 def _pack(value: Any) -> bytes:
-    packed: bytes = msgpack.packb(value)
+    packed: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
     return packed
 
 

@@ -17,9 +17,10 @@ from typing import Any
 from batchgen.data.results import OutputPlan
 from batchgen.data.row import DIGEST_BYTES
 from batchgen.data.sink import Record, write_part
-from batchgen.job.files import OS_FILES, FileOps, storage
+from batchgen.job.files import OS_FILES, FileOps, storage, storage_error
 from batchgen.job.folder import PART_NAME, TEMPORARY, JobFolder
 from batchgen.job.linelog import LineLog, log_name, read_folder
+from batchgen.types import StorageError
 
 _CHUNK = 1024 * 1024
 
@@ -134,6 +135,7 @@ class PartStore:
         plan: OutputPlan,
         compression: str,
         still_owner: Callable[[], None],
+        size: int = 0,
     ) -> PartCommit:
         """Write a part and put it in place; a part that exists under the name is replaced.
 
@@ -143,6 +145,7 @@ class PartStore:
             plan: the columns.
             compression: zstd or none.
             still_owner: raises when another process has taken over; asked right before the rename.
+            size: bytes that it will take, roughly; what a full disk asks for.
 
         Raises:
             StorageError: nothing has changed in `data/`.
@@ -151,7 +154,12 @@ class PartStore:
         final = self._folder.part(part, self._suffix)
         temporary = final.with_name(f"{TEMPORARY}{final.name}-{uuid.uuid4().hex[:12]}")
         counts = Counts()
-        written = write_part(temporary, _counted(records, counts), plan, compression=compression)
+        try:
+            written = write_part(temporary, _counted(records, counts), plan, compression=compression)
+        except StorageError as error:
+            if isinstance(error.__cause__, OSError):
+                raise storage_error(final, error.__cause__, size) from error
+            raise
         try:
             with storage(final, written.bytes):
                 mtime = temporary.stat().st_mtime_ns

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchgen.job.attempts import attempt_file
@@ -50,7 +50,6 @@ class Progress:
     pool_waste: float = 0
     seconds: float = 0.0
     workers: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rows_per_second(self) -> float:

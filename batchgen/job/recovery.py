@@ -120,7 +120,8 @@ def open_job(setup: JobSetup, folder: JobFolder, claim: Claim, say: Callable[[st
     claims = Claims(folder)
     folder.remove_temporaries()
     for path in claims.void_segments(claim):
-        say(f"{path} was written by a run that had lost this folder; moved to {folder.quarantined(path)}")
+        kept = folder.quarantined(path)
+        say(f"{path} belongs to no claim (a run that had lost this folder wrote it); moved to {kept}")
     manifest, plan = _manifest(setup, folder, say)
     parts = PartStore(folder, setup.suffix, claim.epoch)
     parts.recognise(say)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +157,12 @@ def setup_from_spec(
     )
 
 
+def _slurm_seconds(grace: float) -> float | None:
+    """Seconds until Slurm ends the job, less the grace; None outside Slurm."""
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    return max(1.0, int(end) - time.time() - grace) if end.isdecimal() else None
+
+
 def options_from_spec(spec: JobSpec, *, overwrite: bool = False) -> RunOptions:
     """The options of a job file."""
     run = spec.run
@@ -162,7 +170,7 @@ def options_from_spec(spec: JobSpec, *, overwrite: bool = False) -> RunOptions:
         checkpoint_seconds=run.checkpoint_seconds,
         lease_seconds=run.lease_seconds,
         grace=run.grace,
-        max_time=run.max_time,
+        max_time=_slurm_seconds(run.grace) if run.max_time is None else run.max_time,
         min_free_disk=run.min_free_disk,
         max_errors=run.max_errors,
         fail_fast=run.fail_fast,

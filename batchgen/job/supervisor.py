@@ -180,17 +180,13 @@ class Supervisor:
         return None
 
     def _loop(self) -> None:
-        while True:
+        while not self._finished():
+            self._handle(self._next_event())
+            self._tick(time.monotonic())
             if self._stopping is None:
                 self._admit()
             self._assemble()
-            if self._finished():
-                self._commit()
-                self._assemble()
-                if self._finished():
-                    return
-            self._handle(self._next_event())
-            self._tick(time.monotonic())
+        self._commit()
 
     def _finished(self) -> bool:
         if self._stopping is not None:
@@ -441,11 +437,12 @@ class Supervisor:
         save_progress(self._job.folder, self._attempt.number, self._progress())
         free = shutil.disk_usage(self._job.folder.root).free
         if free < self._options.min_free_disk:
-            raise StorageError(
+            error = StorageError(
                 f"{self._job.folder.root}: {free:,} bytes are free, less than run.min_free_disk "
                 f"({self._options.min_free_disk:,}); free some space, then run the same command again "
                 "(finished rows are kept)"
             )
+            self._begin_stop(str(error), error, drain=False)
 
     # The end.
 

@@ -5,7 +5,9 @@ As a program: `python job_driver.py SETTINGS.json`; prints what `run_job` says, 
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,11 +20,13 @@ from batchgen.data.results import plan_output
 from batchgen.data.sink import part_suffix
 from batchgen.data.source import open_input
 from batchgen.dist.handle import launch_worker
+from batchgen.job.files import FileOps
 from batchgen.job.fingerprints import Fingerprints
 from batchgen.job.run import run_job
 from batchgen.job.run_options import JobSetup, RunOptions, RunResult
 from batchgen.types import BatchgenError
 
+CRASHED = 99
 FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 
 
@@ -39,6 +43,7 @@ class Settings:
     temperature: float = 0.0
     worker: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    crash_at: int | None = None
 
     def worker_config(self) -> dict[str, Any]:
         fast = {"seed": 1, "max_tokens": 20, "max_running": 8, "want_rows": 16, "step_seconds": 0.0005}
@@ -95,10 +100,34 @@ def start(settings: Settings) -> subprocess.Popen[str]:
     )
 
 
+def crash_at(number: int) -> None:
+    """End this process, as a kill would, in its n-th operation on files; a write is cut in half."""
+    remaining = itertools.count(number, -1)
+
+    def dying(real: Any, half: Any = None) -> Any:
+        def operate(*arguments: Any) -> Any:
+            if next(remaining) == 1:
+                if half is not None:
+                    *rest, data = arguments
+                    half(*rest, data[: len(data) // 2])
+                os._exit(CRASHED)
+            return real(*arguments)
+
+        return operate
+
+    for name in ("create", "fsync", "fsync_folder"):
+        setattr(FileOps, name, dying(getattr(FileOps, name)))
+    # Journal, logs and parts all write with it.
+    os.write = dying(os.write, half=os.write)
+    os.replace = dying(os.replace)
+
+
 def main() -> int:
     # Whoever started this may have ignored them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     settings = Settings(**json.loads(sys.argv[1]))
+    if settings.crash_at is not None:
+        crash_at(settings.crash_at)
     setup = setup_of(settings)
     try:
         result = run_job(

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from job_driver import Settings, run_here, start
+from job_driver import CRASHED, Settings, run_here, start
 from job_inputs import data_bytes, read_output, write_jsonl, write_parquet
 
 from batchgen.job.counters import Counters, read_counters
@@ -155,6 +155,23 @@ def strike(process: subprocess.Popen[str], mode: str) -> None:
     code = process.wait(WAIT)
     assert mode != "worker" or code == 0
     wait_until(lambda: not any(map(alive, workers)))
+
+
+@pytest.mark.parametrize("number", range(-(-KILLS // 2)))
+def test_killed_in_the_middle_of_an_operation(
+    tmp_path: Path, golden: Any, launched: Any, number: int
+) -> None:
+    """At random writes, fsyncs, renames and creations; the last time while recovering from the others."""
+    rng = random.Random(SEED * 77 + number)
+    path, expected = golden["jsonl-parquet"]
+    settings = Settings(output=str(tmp_path / "out"), input=str(path), format="parquet")
+    for most in (1200, 800, 60):
+        settings.crash_at = rng.randint(1, most)
+        settings.worker = {"max_tokens": 24, "step_seconds": 0.001}
+        process = start(settings)
+        launched.append(process)
+        assert process.wait(WAIT) in (CRASHED, 0)
+    finish(settings, expected)
 
 
 def check_lost_tokens(root: Path) -> None:
