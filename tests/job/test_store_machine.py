@@ -25,7 +25,7 @@ from batchgen.job.parts import PartStore
 from batchgen.types import OwnershipError, StorageError
 
 ROWS, PART_ROWS, JOB = 12, 4, "job"
-some_failures = st.dictionaries(st.integers(1, 9), st.sampled_from([errno.EIO, errno.ENOSPC, -5]), max_size=3)
+outcomes = st.lists(st.sampled_from([None, None, errno.EIO, errno.ENOSPC, -5]), max_size=6)
 rows_written = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=4)
 
 
@@ -136,6 +136,19 @@ class StoreMachine(RuleBasedStateMachine):
         """Another process takes over while the owner is stopped."""
         self.take_over(zombie=True)
 
+    @rule(rows=rows_written)
+    def wake_between_takeovers(self, rows: list[int]) -> None:
+        self.take_over(zombie=True)
+        self.write_as(self.zombies[-1], rows)
+        self.take_over(zombie=False)
+
+    def write_as(self, zombie: Owner, rows: list[int]) -> None:
+        self.append(zombie, rows)
+        zombie.verdicts = {}
+        with contextlib.suppress(StorageError):
+            zombie.writer.commit()
+        zombie.pending = []
+
     def take_over(self, *, zombie: bool) -> None:
         old = self.owner
         self.owner = Owner(self.folder, self.plan)
@@ -150,11 +163,7 @@ class StoreMachine(RuleBasedStateMachine):
     def zombie_wakes(self, rows: list[int], part: int, data: Any) -> None:
         """It commits to its journal and tries to commit a part; neither may change anything."""
         zombie = data.draw(st.sampled_from(self.zombies))
-        self.append(zombie, rows)
-        zombie.verdicts = {}
-        with contextlib.suppress(StorageError):
-            zombie.writer.commit()
-        zombie.pending = []
+        self.write_as(zombie, rows)
         records = [(row, RowResult("ok", "zombie")) for row in self.rows[part * PART_ROWS :][:PART_ROWS]]
         try:
             zombie.parts.commit(
