@@ -151,6 +151,40 @@ def describe(snapshot: Progress, rates: Rates) -> str:
     return ", ".join(parts)
 
 
+class Tally:
+    """Passes snapshots on, and at the end says what this attempt did and how fast.
+
+    Speeds count from the first moment that a worker could run: loading is told apart.
+    """
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._ready_at: float | None = None
+        self._last = Progress()
+
+    def update(self, snapshot: Progress) -> None:
+        """As `Display.update`."""
+        if self._ready_at is None and snapshot.state == "running":
+            self._ready_at = snapshot.seconds
+        self._last = replace(snapshot)
+        self._display.update(snapshot)
+
+    def lines(self) -> list[str]:
+        """Sentences for the user; none where nothing ran."""
+        last, ready_at = self._last, self._ready_at
+        rows = last.rows_done - last.rows_before
+        if ready_at is None or not rows or last.seconds <= ready_at:
+            return []
+        seconds = last.seconds - ready_at
+        share = last.cached_tokens / last.prompt_tokens if last.prompt_tokens else 0.0
+        return [
+            f"{rows:,} rows in {clock(seconds)} after {clock(ready_at)} of loading: "
+            f"{rows / seconds:.2f} rows/s, "
+            f"{last.prompt_tokens / seconds:,.0f} tokens/s in, {last.output_tokens / seconds:,.0f} out; "
+            f"{share:.0%} of prompt tokens came from the prefix cache"
+        ]
+
+
 def clock(seconds: float | None) -> str:
     """`1:02:03` or `2:03`; a question mark for None."""
     if seconds is None:

@@ -86,11 +86,15 @@ def _setup(spec: JobSpec, found: Prepared) -> JobSetup:
 
 
 def _run(spec: JobSpec, setup: JobSetup, display: Display, *, overwrite: bool) -> int:
+    from batchgen.cli.progress import Tally
     from batchgen.job.run import run_job
     from batchgen.job.run_options import options_from_spec
 
+    tally = Tally(display)
     options = options_from_spec(spec, overwrite=overwrite)
-    result = run_job(setup, options, report=display.update, say=display.note)
-    display.close()
+    result = run_job(setup, options, report=tally.update, say=display.note)
     display.note(result.reason)
+    if spoken := tally.lines():
+        for line in (*spoken, f"results: {setup.output / 'data'}"):
+            display.note(line)
     return result.exit_code

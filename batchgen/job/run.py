@@ -60,7 +60,6 @@ def run_job(
     if not options.overwrite:
         done = _already_complete(setup, options, folder)
         if done is not None:
-            say(done.reason)
             return done
     folder.create()
     _check_space(folder, options.min_free_disk)

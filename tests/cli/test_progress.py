@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from batchgen.cli.progress import Meter, describe, make_progress
+from batchgen.cli.progress import Meter, Tally, describe, make_progress
 from batchgen.job.progress import Progress
 
 START = Progress(state="running", rows_total=100, rows_done=20, ok=20, rows_before=20)
@@ -126,3 +126,30 @@ def test_a_terminal_gets_one_bar() -> None:
     assert "28 ok" in text
     assert "x\\x1b\n" in text
     assert "\x07" not in text
+
+
+def test_the_tally_tells_speeds_without_loading_and_the_hit_share() -> None:
+    class Nothing:
+        def update(self, snapshot: Progress) -> None: ...
+        def note(self, text: str) -> None: ...
+        def close(self) -> None: ...
+
+    tally = Tally(Nothing())
+    assert tally.lines() == []
+    tally.update(Progress(state="loading", seconds=8.0))
+    tally.update(Progress(state="running", rows_before=10, rows_done=10, seconds=10.0))
+    tally.update(
+        Progress(
+            state="done",
+            rows_before=10,
+            rows_done=60,
+            seconds=110.0,
+            prompt_tokens=10_000,
+            cached_tokens=2_500,
+            output_tokens=4_000,
+        )
+    )
+    assert tally.lines() == [
+        "50 rows in 1:40 after 0:10 of loading: 0.50 rows/s, 100 tokens/s in, 40 out; "
+        "25% of prompt tokens came from the prefix cache"
+    ]
