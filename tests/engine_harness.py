@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from batchgen.core.scheduler import SchedulerOutput
+from batchgen.core.kv_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from batchgen.core.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from batchgen.engine.build import Engine, build_engine
 from batchgen.engine.config import EngineConfig
+from batchgen.engine.core import EngineCore
 from batchgen.types import Output, Request, SamplingParams
 
 
@@ -29,6 +33,23 @@ def small_pool(engine_folder: Path, tokens: int, block_size: int = 16, **setting
     )
     probe.core.close()
     return make_engine(engine_folder, block_size=block_size, kv_cache_memory=blocks * per_block, **settings)
+
+
+def reschedule(engine: Engine, tokens: int, **settings: Any) -> Engine:
+    """The same model and cache under a new scheduler whose pool holds `tokens` tokens.
+
+    What earlier schedules left in the cache stays there: nobody may read it.
+    """
+    core = engine.core
+    spec = engine.loaded.config
+    config = SchedulerConfig(**{"max_model_len": core.max_model_len, "debug_checks": True, **settings})
+    size = core.runner.block_size
+    group = KVCacheGroup(KVCacheSpec(1, 1, 1, "float32"), tuple(range(spec.num_hidden_layers)))
+    blocks = tokens // size + 1
+    assert blocks <= core.runner.caches[0].num_blocks
+    scheduler = Scheduler(config, KVCacheConfig(blocks, size, (group,)))
+    fresh = EngineCore(core.runner, scheduler, core.tokenizer, core.eos_token_ids, core.max_model_len)
+    return dataclasses.replace(engine, core=fresh)
 
 
 def run(
@@ -59,6 +80,7 @@ def run(
 def record_logits(engine: Engine) -> dict[tuple[int, int], torch.Tensor]:
     """Keep the logits of every sampled position as (row, position) from now on."""
     seen: dict[tuple[int, int], torch.Tensor] = {}
+    engine.core.runner.__dict__.pop("execute", None)
     execute: Callable[[SchedulerOutput], torch.Tensor] = engine.core.runner.execute
 
     def recording(output: SchedulerOutput) -> torch.Tensor:

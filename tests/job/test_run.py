@@ -63,9 +63,9 @@ def test_every_row_has_one_result_in_order(tmp_path: Path, output_format: str) -
 def test_a_complete_folder_says_so_and_starts_nothing(tmp_path: Path) -> None:
     settings = job(tmp_path)
     run_here(settings)
-    said: list[str] = []
-    assert run_here(settings, said).exit_code == 0
-    assert said == [f"{settings.output} is already complete: all 60 rows have a result"]
+    again = run_here(settings)
+    assert again.exit_code == 0
+    assert again.reason == f"{settings.output} is already complete: all 60 rows have a result"
     assert len(list(read_attempts(JobFolder(Path(settings.output))))) == 1
 
 
