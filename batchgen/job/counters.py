@@ -79,6 +79,11 @@ class CommitMark:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._map = _map(path)
 
+    @property
+    def sampled(self) -> int:
+        """What the worker has counted so far."""
+        return int(_WORKER.unpack_from(self._map)[2])
+
     def update(self, committed: int) -> None:
         """Set after the fsync that made them safe."""
         _VALUE.pack_into(self._map, _COMMITTED_AT, committed)

@@ -33,6 +33,7 @@ COMMIT_BYTES = 4 * 1024 * 1024
 PROGRESS_SECONDS = 0.5
 FEWEST_PARTS = 4
 COMMIT_SECONDS = 2.0
+GOODBYE_SECONDS = 1.0
 REFILL_SHARE = 8
 _ERRORS = {2: UsageError, 3: InputError, 5: StorageError, 7: EngineError}
 
@@ -338,20 +339,24 @@ class Supervisor:
     def _closed(self, worker: WorkerState) -> None:
         """A worker has ended, as asked or not."""
         code = worker.handle.wait(COMMIT_SECONDS)
-        if code is None:
-            worker.handle.kill()
-        self._workers.remove(worker)
-        for name, value in worker.tokens().items():
-            self._past_tokens[name] += value
-        self._attempt.workers[worker.number]["end"] = describe_exit(code)
         lines = worker.handle.last_lines()
-        worker.release()
+        self._workers.remove(worker)
+        self._end(worker, code)
         if worker.fatal is not None:
             code, text = worker.fatal["exit_code"], worker.fatal["message"]
             raise _ERRORS.get(code, EngineError)(text)
         if self._stopping is None:
             self._again.extendleft(reversed(worker.take_back()))
             self._died(worker, code, lines)
+
+    def _end(self, worker: WorkerState, code: int | None) -> None:
+        """Keep the totals of a worker; one that has not ended by itself is killed."""
+        if code is None:
+            worker.handle.kill()
+        for name, value in worker.tokens().items():
+            self._past_tokens[name] += value
+        self._attempt.workers[worker.number]["end"] = describe_exit(code)
+        worker.release()
 
     def _died(self, worker: WorkerState, code: int | None, lines: list[str]) -> None:
         self._barren_deaths += 1
@@ -481,8 +486,9 @@ class Supervisor:
 
     def _close(self) -> None:
         for worker in self._workers:
-            worker.handle.kill()
-            worker.release()
+            worker.stop()
+        for worker in self._workers:
+            self._end(worker, worker.handle.wait(GOODBYE_SECONDS if self._window.exhausted else 0.0))
         self._workers = []
         self._threads.shutdown(cancel_futures=True)
         self._drain_assembled()

@@ -89,8 +89,8 @@ class WorkerState:
         self._reported = total
 
     def committed(self) -> None:
-        """What was reported so far is on disk."""
-        self._mark.update(self._reported)
+        """What was reported so far is on disk; all of it, once every row is answered."""
+        self._mark.update(self._reported if self.in_flight else self._mark.sampled)
 
     def drain(self, barrier: int) -> None:
         """Ask to finish what runs and drop the rest; the answer to checkpoint `barrier` follows that."""
@@ -128,7 +128,7 @@ class WorkerState:
 def describe_exit(code: int | None) -> str:
     """`was killed by SIGKILL`, `ended with exit code 1`."""
     if code is None:
-        return "closed its channel"
+        return "was ended by the supervisor"
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"

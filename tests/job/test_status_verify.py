@@ -63,6 +63,7 @@ def test_status_of_a_complete_job(complete: Settings) -> None:
     assert (found.rows_in_parts, found.parts, found.attempts) == (60, 6, 1)
     assert found.tokens_lost == 0
     assert found.tokens_sampled == found.tokens_kept > 0
+    assert [(w.lost_at_most, w.end) for w in found.workers] == [(0, "ended with exit code 0")]
     assert found.last_error is None
 
 
