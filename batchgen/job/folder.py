@@ -105,6 +105,9 @@ class JobFolder:
                 probe = folder / f"{TEMPORARY}probe-{os.getpid()}"
                 os.close(files.create(probe))
                 probe.unlink()
+        for folder in (self.root.parent, self.root, self.internal):
+            with storage(folder):
+                files.fsync_folder(folder)
 
     def quarantined(self, path: Path) -> Path:
         """Move a file that is not ours or is damaged out of the way; returns where it went."""

@@ -146,6 +146,8 @@ def open_job(setup: JobSetup, folder: JobFolder, claim: Claim, say: Callable[[st
         input_rows=_input_rows(setup.inputs),
     )
     _check_selection(job)
+    manifest.save(folder)
+    atomic_write(folder.resolved_job, setup.resolved_job.encode(errors="surrogatepass"))
     with storage(folder.success, action="removed"):
         folder.success.unlink(missing_ok=True)
     _reopen_short_parts(job)
@@ -174,8 +176,6 @@ def _manifest(setup: JobSetup, folder: JobFolder, say: Callable[[str], None]) ->
             say("settings that change no result differ from the first attempt:\n" + "\n".join(notes))
         plan = OutputPlan.from_json(manifest.output_plan, setup.inputs)
         manifest.limit = setup.limit
-    manifest.save(folder)
-    atomic_write(folder.resolved_job, setup.resolved_job.encode(errors="surrogatepass"))
     return manifest, plan
 
 

@@ -157,7 +157,7 @@ def strike(process: subprocess.Popen[str], mode: str) -> None:
     wait_until(lambda: not any(map(alive, workers)))
 
 
-@pytest.mark.parametrize("number", range(-(-KILLS // 2)))
+@pytest.mark.parametrize("number", range(-(-KILLS // 4)))
 def test_killed_in_the_middle_of_an_operation(
     tmp_path: Path, golden: Any, launched: Any, number: int
 ) -> None:

@@ -102,6 +102,8 @@ def test_a_smaller_limit_than_what_is_there_is_refused(tmp_path: Path) -> None:
     settings.limit = 30
     with pytest.raises(DriftError, match=r"holds the results of 60 rows, and input\.limit asks for 30"):
         run_here(settings)
+    assert (tmp_path / "out/_SUCCESS").exists()
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["limit"] is None
 
 
 def test_another_job_is_refused_and_overwrite_starts_over(tmp_path: Path) -> None:
