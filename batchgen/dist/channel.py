@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -44,8 +45,16 @@ class Channel:
 
     @classmethod
     def from_fd(cls, fd: int) -> Channel:
-        """The end that a worker inherited. Its own children must not."""
+        """The end that a worker inherited. Its own children must not.
+
+        Raises:
+            ChannelClosed: the supervisor is gone already, so `die_with_parent` came too late to notice.
+        """
         os.set_inheritable(fd, False)
+        poll = select.poll()
+        poll.register(fd, 0)
+        if any(events & select.POLLHUP for _, events in poll.poll(0)):
+            raise ChannelClosed("the supervisor ended before this worker began")
         return cls(Connection(fd))
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -93,7 +102,8 @@ def die_with_parent() -> None:
     """Ask the kernel to kill this process when the supervisor ends, even in the middle of native code.
 
     The end of the stream says the same, but only to a process that gets round to reading it. Called first
-    thing by a worker. Linux only; elsewhere the end of the stream must do.
+    thing by a worker, before `Channel.from_fd`, which notices a supervisor that ended even earlier. Linux
+    only; elsewhere the end of the stream must do.
     """
     if sys.platform != "linux":
         return

@@ -35,7 +35,13 @@ except ChannelClosed:
     pass
 """
 
-BUSY = "from batchgen.dist.channel import die_with_parent; die_with_parent(); import time; time.sleep(600)"
+BUSY = """
+import sys, time
+from batchgen.dist.channel import Channel, die_with_parent
+die_with_parent()
+channel = Channel.from_fd(int(sys.argv[-1]))
+time.sleep(600)
+"""
 
 PARENT = """
 import sys, time
@@ -90,14 +96,15 @@ def test_a_worker_that_ends_closes_the_channel(tmp_path: Path) -> None:
     handle.close()
 
 
-def test_a_busy_worker_dies_with_its_supervisor(tmp_path: Path) -> None:
-    """It never reads its channel; the kernel ends it."""
+@pytest.mark.parametrize("after", [0.0, 0.3])
+def test_a_busy_worker_dies_with_its_supervisor(tmp_path: Path, after: float) -> None:
+    """It never reads its channel; the kernel ends it, or it finds nobody there."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path / "log"), BUSY], stdout=subprocess.PIPE, text=True
     )
     assert parent.stdout is not None
     worker = psutil.Process(int(parent.stdout.readline()))
-    time.sleep(0.3)
+    time.sleep(after)
     parent.kill()
     parent.wait()
     parent.stdout.close()
