@@ -13,11 +13,12 @@ from batchgen.job.files import atomic_write, storage
 from batchgen.job.fingerprints import check_drift, diff
 from batchgen.job.folder import JobFolder
 from batchgen.job.index import InputIndex
-from batchgen.job.journal import FoundResult, JournalWriter, Kind, Replay, ResultRecord, replay
+from batchgen.job.journal import JournalWriter, Kind, ResultRecord
 from batchgen.job.linelog import LineLog, log_name
 from batchgen.job.manifest import Manifest, load_manifest
 from batchgen.job.part_reader import PartRow, read_part
 from batchgen.job.parts import Counts, PartStore
+from batchgen.job.replay import FoundResult, Replay, replay
 from batchgen.job.run_options import JobSetup
 from batchgen.types import DriftError, StorageError
 

@@ -16,6 +16,7 @@ from typing import Any
 from batchgen.dist.handle import launch_worker
 from batchgen.job.attempts import Attempt
 from batchgen.job.claims import Claims
+from batchgen.job.events import StopAsked
 from batchgen.job.files import atomic_write
 from batchgen.job.fingerprints import check_drift
 from batchgen.job.folder import JobFolder
@@ -26,7 +27,7 @@ from batchgen.job.progress import Progress
 from batchgen.job.recovery import OpenJob, open_job
 from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
 from batchgen.job.stop_signals import stop_signals
-from batchgen.job.supervisor import StopAsked, Supervisor
+from batchgen.job.supervisor import Supervisor
 from batchgen.types import BatchgenError, OwnershipError, StorageError
 
 COMPLETE, TOO_MANY_ERRORS, RESUMABLE = 0, 8, 75

@@ -16,11 +16,11 @@ from batchgen.job.claims import Claims
 from batchgen.job.counters import read_counters
 from batchgen.job.folder import JobFolder
 from batchgen.job.index import InputIndex
-from batchgen.job.journal import Replay, replay
 from batchgen.job.lease import LeaseRecord, read_lease
 from batchgen.job.manifest import Manifest, require_manifest
 from batchgen.job.parts import Counts, recognise_parts
 from batchgen.job.progress import Progress, read_progress
+from batchgen.job.replay import Replay, replay
 
 BEATS_TO_WAIT = 2.5
 _POLL_SECONDS = 0.1

@@ -19,6 +19,7 @@ from batchgen.data.row import Row
 from batchgen.job.assembly import Assembler
 from batchgen.job.attempts import Attempt, attempt_file
 from batchgen.job.counters import create_counters
+from batchgen.job.events import Assembled, Message, StopAsked, Stopping
 from batchgen.job.journal import Kind, PartialRecord, ResultRecord
 from batchgen.job.parts import PartCommit
 from batchgen.job.progress import TOKEN_COUNTERS, Progress, save_progress
@@ -36,47 +37,6 @@ COMMIT_SECONDS = 2.0
 GOODBYE_SECONDS = 1.0
 REFILL_SHARE = 8
 _ERRORS = {2: UsageError, 3: InputError, 5: StorageError, 7: EngineError}
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A worker said something; None when its channel has closed."""
-
-    worker: int
-    content: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Assembled:
-    """A part was committed, or could not be."""
-
-    part: int
-    outcome: PartCommit | BaseException
-
-
-@dataclass(frozen=True, slots=True)
-class StopAsked:
-    """A signal, or the loss of the lease."""
-
-    reason: str
-    error: BatchgenError | None = None
-
-
-@dataclass(slots=True)
-class Stopping:
-    """How the run is being brought to its end.
-
-    Args:
-        reason: one sentence.
-        error: what the run ends with; None for a stop that can be resumed.
-        stop_at: when workers are asked to end, whatever still runs.
-        kill_at: when they are killed.
-    """
-
-    reason: str
-    error: BatchgenError | None
-    stop_at: float
-    kill_at: float
 
 
 @dataclass(slots=True)

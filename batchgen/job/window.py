@@ -15,8 +15,9 @@ from batchgen.data.prompt_values import prompt_values
 from batchgen.data.row import PartIndexEntry, PartIndexer, Position, Row
 from batchgen.data.source import InputSet
 from batchgen.job.index import InputIndex, changed_input
-from batchgen.job.journal import FoundPartial, FoundResult, Location, Replay
+from batchgen.job.journal import Location
 from batchgen.job.parts import Counts
+from batchgen.job.replay import FoundPartial, FoundResult, Replay
 from batchgen.types import InputError
 
 _ROW_BYTES = 200

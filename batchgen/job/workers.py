@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.job.counters import CommitMark
-from batchgen.job.journal import extend_partial
 from batchgen.job.progress import TOKEN_COUNTERS
+from batchgen.job.replay import extend_partial
 from batchgen.job.run_options import Worker
 from batchgen.job.window import Pending
 

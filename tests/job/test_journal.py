@@ -22,10 +22,10 @@ from batchgen.job.journal import (
     ResultRecord,
     SegmentName,
     encode_record,
-    replay,
     scan_segment,
     segment_seed,
 )
+from batchgen.job.replay import replay
 from batchgen.types import StorageError
 
 JOB = "job-1"
@@ -79,7 +79,7 @@ def segment(contents: list[bytes], seed: int) -> tuple[bytes, list[int]]:
     return data, starts
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(payloads, st.data())
 def test_a_cut_loses_only_the_record_it_cuts(contents: list[bytes], draw: st.DataObject) -> None:
     data, starts = segment(contents, 7)
@@ -90,7 +90,7 @@ def test_a_cut_loses_only_the_record_it_cuts(contents: list[bytes], draw: st.Dat
     assert sum(d.length for d in dropped) == cut - max(s for s in starts if s <= cut)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(payloads, st.data())
 def test_a_damaged_byte_loses_only_its_record(contents: list[bytes], draw: st.DataObject) -> None:
     data, starts = segment(contents, 7)
@@ -105,7 +105,7 @@ def test_a_damaged_byte_loses_only_its_record(contents: list[bytes], draw: st.Da
     assert dropped[0].length == starts[hit + 1] - starts[hit]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(payloads, st.binary(max_size=60), st.binary(max_size=60))
 def test_garbage_around_records_is_reported_and_skipped(
     contents: list[bytes], before: bytes, after: bytes
@@ -256,7 +256,7 @@ faults = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=8), faults)
 def test_committed_rows_survive_any_failing_disk(
     tmp_path_factory: pytest.TempPathFactory, batches: list[int], failing: list[tuple[int, int]]

@@ -17,8 +17,9 @@ import pytest
 
 from batchgen.job.claims import Claims
 from batchgen.job.folder import JobFolder
-from batchgen.job.journal import JournalWriter, Kind, ResultRecord, replay
+from batchgen.job.journal import JournalWriter, Kind, ResultRecord
 from batchgen.job.lease import Lease, LeaseRecord, Owner, acquire_lease, read_lease
+from batchgen.job.replay import replay
 from batchgen.types import OwnershipError
 
 OWNER = """

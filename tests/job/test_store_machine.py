@@ -20,8 +20,9 @@ from batchgen.data.results import OutputPlan, RowResult, plan_output
 from batchgen.data.source import open_input
 from batchgen.job.claims import Claim, Claims
 from batchgen.job.folder import JobFolder
-from batchgen.job.journal import JournalReader, JournalWriter, Kind, ResultRecord, replay
+from batchgen.job.journal import JournalReader, JournalWriter, Kind, ResultRecord
 from batchgen.job.parts import PartStore
+from batchgen.job.replay import replay
 from batchgen.types import OwnershipError, StorageError
 
 ROWS, PART_ROWS, JOB = 12, 4, "job"
@@ -214,5 +215,5 @@ class StoreMachine(RuleBasedStateMachine):
         assert read == self.in_parts
 
 
-StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 TestStore = StoreMachine.TestCase

@@ -1,0 +1,114 @@
+"""What the accepted journal says of rows that are in no committed part: the winning result of each, and the
+output tokens known so far of those that have none. Read when a run begins, and by `status`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.job.journal import (
+    Dropped,
+    Kind,
+    Location,
+    PartialRecord,
+    Record,
+    ResultRecord,
+    SegmentName,
+    read_segment,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundResult:
+    """A row's winning result: where it lies, what it answers, and what is counted of it."""
+
+    epoch: int
+    location: Location
+    digest: bytes
+    status: str
+    usage: tuple[int, int, int] | None
+
+
+@dataclass(slots=True)
+class FoundPartial:
+    """A row's output token ids without a gap, so far."""
+
+    digest: bytes
+    ids: array[int]
+
+
+@dataclass(slots=True)
+class Replay:
+    """What the accepted journal says of the rows that are in no committed part.
+
+    Args:
+        results, partials: by row; a row with a result has no partial.
+        parts_of: segment to the parts that its records belong to.
+        dropped: damaged stretches.
+    """
+
+    results: dict[int, FoundResult]
+    partials: dict[int, FoundPartial]
+    parts_of: dict[str, set[int]]
+    dropped: list[Dropped]
+
+
+def replay(
+    folder: Path, job_id: str, accepted: Mapping[str, int], part_rows: int, committed: Mapping[int, Any]
+) -> Replay:
+    """Read the journal up to the accepted lengths.
+
+    The winner of two results is that of the higher epoch, then the first in segment order. Partials are
+    applied in order of writing: one that begins within what is known replaces the rest, because whoever
+    wrote it had resumed there; one that begins after a gap says nothing.
+
+    Args:
+        folder: `.batchgen/journal`.
+        job_id: of the manifest.
+        accepted: segment name to bytes.
+        part_rows: rows in one part.
+        committed: parts whose rows are final, by number.
+    """
+    found = Replay({}, {}, {}, [])
+    names = sorted(filter(None, map(SegmentName.parse, accepted)))
+    for segment in names:
+        name = str(segment)
+        found.parts_of[name] = set()
+        for record in read_segment(folder, job_id, name, accepted[name], found.dropped):
+            part = record.row // part_rows
+            found.parts_of[name].add(part)
+            if part not in committed:
+                _apply(found, segment.epoch, record)
+    for row in found.results:
+        found.partials.pop(row, None)
+    return found
+
+
+def _apply(found: Replay, epoch: int, record: Record) -> None:
+    if record.kind == Kind.RESULT:
+        known = found.results.get(record.row)
+        if known is None or known.epoch < epoch:
+            result = ResultRecord.unpack(record.payload)
+            status, usage = result.message["status"], result.message["usage"]
+            counted = None if usage is None else (usage[0], usage[1], usage[2])
+            found.results[record.row] = FoundResult(epoch, record.location, result.digest, status, counted)
+    elif record.kind == Kind.PARTIAL:
+        partial = PartialRecord.unpack(record.payload)
+        known_ids = found.partials.get(record.row)
+        if known_ids is None or known_ids.digest != partial.digest:
+            known_ids = FoundPartial(partial.digest, array("i"))
+        if extend_partial(known_ids.ids, partial.start, partial.ids):
+            found.partials[record.row] = known_ids
+
+
+def extend_partial(known: array[int], start: int, ids: Sequence[int]) -> bool:
+    """Put `ids` at index `start` of what is known and end there; False, and no change, after a gap."""
+    if start > len(known):
+        return False
+    del known[start:]
+    known.extend(ids)
+    return True
