@@ -48,7 +48,9 @@ def reschedule(engine: Engine, tokens: int, **settings: Any) -> Engine:
     blocks = tokens // size + 1
     assert blocks <= core.runner.caches[0].num_blocks
     scheduler = Scheduler(config, KVCacheConfig(blocks, size, (group,)))
-    fresh = EngineCore(core.runner, scheduler, core.tokenizer, core.eos_token_ids, core.max_model_len)
+    fresh = EngineCore(
+        core.runner, scheduler, core.tokenizer, core.eos_token_ids, core.max_model_len, core.vocab_size
+    )
     return dataclasses.replace(engine, core=fresh)
 
 

@@ -7,6 +7,7 @@ modules import everything heavy inside their functions, so that `batchgen --help
 from __future__ import annotations
 
 import importlib
+import sys
 import traceback
 from collections.abc import Sequence
 
@@ -64,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return SECOND_INTERRUPT
     except SystemExit:
         # click's answer when whoever read our output has gone, as in `batchgen status out | head -1`.
-        return 0
+        # A run that was cut off in this way is not complete.
+        given = sys.argv[1:] if arguments is None else arguments
+        return 1 if list(given[:1]) == ["run"] else 0
     except Exception:
         traceback.print_exc()
         _complain(

@@ -51,7 +51,34 @@ def make_progress(mode: str, stream: TextIO | None = None) -> Display:
         "json": _Json,
         "none": _Lines,
     }
-    return kinds[mode](stream)
+    return Lasting(kinds[mode](stream))
+
+
+class Lasting:
+    """Falls silent when nobody can be told any more: a hung-up terminal must not end the job."""
+
+    def __init__(self, display: Display) -> None:
+        self._display: Display | None = display
+
+    def update(self, snapshot: Progress) -> None:
+        """As `Display.update`."""
+        self._try(lambda display: display.update(snapshot))
+
+    def note(self, text: str) -> None:
+        """As `Display.note`."""
+        self._try(lambda display: display.note(text))
+
+    def close(self) -> None:
+        """As `Display.close`."""
+        self._try(lambda display: display.close())
+
+    def _try(self, show: Callable[[Display], None]) -> None:
+        if self._display is None:
+            return
+        try:
+            show(self._display)
+        except (OSError, ValueError):
+            self._display = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from batchgen.dist.channel import Channel, ChannelClosed, pack
 from batchgen.job.files import storage
 
 WORKER_COMMAND = (sys.executable, "-m", "batchgen.dist.worker")
+KILL_SECONDS = 5.0
 _TAIL_BYTES = 64 * 1024
 
 
@@ -73,7 +74,8 @@ class WorkerHandle:
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            # A process in uninterruptible sleep dies when the kernel lets it; nobody waits for that.
+            self.wait(KILL_SECONDS)
         self.close()
 
     def close(self) -> None:
@@ -96,10 +98,13 @@ class WorkerHandle:
                 self._channel.send_bytes(data)
 
     def _read(self) -> None:
-        with contextlib.suppress(ChannelClosed):
+        try:
             while True:
                 self._on_message(self._channel.receive())
-        self._on_message(None)
+        except ChannelClosed:
+            pass
+        finally:
+            self._on_message(None)
 
 
 def launch_worker(

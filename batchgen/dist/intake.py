@@ -1,7 +1,8 @@
 """The worker's reading side: receive rows, render and tokenize them ahead of the engine.
 
-Runs in one thread beside the engine loop, because tokenizing releases the interpreter lock and the
-engine must not wait for it. The engine loop takes what is ready and never blocks on text.
+Two threads run beside the engine loop: one receives, so that control messages are heard at once, one
+tokenizes, which releases the interpreter lock. The engine loop takes what is ready and never blocks on
+text.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ class Intake:
         self._order = order
         self._ready: queue.SimpleQueue[Request | Output] = queue.SimpleQueue()
         self._control: queue.SimpleQueue[Mapping[str, Any] | Closed] = queue.SimpleQueue()
+        self._raw: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._receive, name="intake", daemon=True)
-        self._thread.start()
+        for work in (self._receive, self._prepare_all):
+            threading.Thread(target=work, name=f"intake{work.__name__}", daemon=True).start()
 
     def control(self) -> Iterator[Mapping[str, Any] | Closed]:
         """Control messages that have arrived, oldest first."""
@@ -72,25 +74,38 @@ class Intake:
 
     def discard(self) -> None:
         """Drop the rows that were not taken."""
-        for _ in _drain(self._ready, None):
-            pass
+        for waiting in (self._raw, self._ready):
+            for _ in _drain(waiting, None):
+                pass
 
     def _receive(self) -> None:
         try:
             while True:
                 message = self._channel.receive()
                 if message["type"] == "rows":
-                    self._prepare(message["rows"])
+                    self._raw.put(message["rows"])
                 else:
                     self._control.put(message)
-                self._wake.set()
+                    self._wake.set()
         except ChannelClosed:
-            self._control.put(Closed())
-        except Exception as error:
-            self._control.put(Closed(error))
+            self._end(None)
+        except BaseException as error:
+            self._end(error)
+
+    def _prepare_all(self) -> None:
+        try:
+            while True:
+                self._prepare(self._raw.get())
+                self._wake.set()
+        except BaseException as error:
+            # A panic of the tokenizer's Rust code is a BaseException; unheard it would hang the job.
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._control.put(Closed(error))
         self._wake.set()
 
-    def _prepare(self, rows: list[tuple[int, dict[str, Any], list[int]]]) -> None:
+    def _prepare(self, rows: list[Any]) -> None:
         prepared: list[Request | Output] = []
         for i in range(0, len(rows), GROUP):
             group = rows[i : i + GROUP]

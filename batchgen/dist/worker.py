@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -22,9 +23,9 @@ from batchgen.dist.intake import Closed, Intake
 from batchgen.engine.build import Engine, build_engine, load_tokenizer
 from batchgen.engine.config import EngineConfig
 from batchgen.job.counters import CounterWriter
-from batchgen.sampling.resolve import generation_defaults, resolve_sampling
+from batchgen.sampling.resolve import generation_defaults, resolve_sampling, unused_defaults
 from batchgen.text.prompt import PromptRenderer, PromptSpec
-from batchgen.types import BatchgenError, Output, RowError
+from batchgen.types import BatchgenError, EngineError, Output, RowError
 
 PROGRESS_SECONDS = 1.0
 IDLE_SECONDS = 0.2
@@ -53,7 +54,7 @@ class Worker:
         if defaults is None:
             defaults = self._generation_defaults(config)
         sampling = resolve_sampling(config["sampling"], defaults)
-        self._notes = renderer.notes
+        self._notes = [*renderer.notes, *self._ignored_defaults(config)]
         self._pinned = {**self._engine.pinned, "generation_defaults": defaults}
         self._max_seqs = self._engine.config.max_num_seqs or 1
         self._draining = False
@@ -67,6 +68,16 @@ class Worker:
         if config.get("generation_defaults", "model") == "none":
             return {}
         return generation_defaults(self._engine.loaded.generation_config.to_dict())
+
+    def _ignored_defaults(self, config: Mapping[str, Any]) -> list[str]:
+        if config.get("generation_defaults", "model") == "none":
+            return []
+        unused = unused_defaults(self._engine.loaded.generation_config.to_dict())
+        return [
+            f"the model's generation configuration sets {key}, which batchgen does not apply yet; "
+            "set model.generation_defaults: none to say that this is meant"
+            for key in unused
+        ]
 
     def run(self) -> None:
         """Announce readiness, then work until told to stop.
@@ -104,8 +115,10 @@ class Worker:
     def _handle_control(self) -> None:
         for message in self._intake.control():
             if isinstance(message, Closed):
-                if message.error is not None:
+                if isinstance(message.error, Exception):
                     raise message.error
+                if message.error is not None:
+                    raise EngineError(f"reading rows failed: {message.error!r}") from message.error
                 raise ChannelClosed("the supervisor closed the channel")
             self._obey(message)
 
@@ -198,6 +211,9 @@ def _stats(output: Output) -> dict[str, Any]:
 def main() -> int:
     """Serve the supervisor on the inherited file descriptor; returns the exit code."""
     die_with_parent()
+    # A signal to the whole job (systemd, Slurm) is the supervisor's to answer: it drains us.
+    for asked in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(asked, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="batchgen.dist.worker")
     parser.add_argument("--fd", type=int, required=True)
     channel = Channel.from_fd(parser.parse_args().fd)

@@ -19,12 +19,14 @@ from batchgen.engine.core import EngineCore
 from batchgen.engine.invariance import find_row_multiple, model_is_invariant
 from batchgen.engine.memory import MemoryPlan, default_threads, plan_memory
 from batchgen.engine.runner import ModelRunner
+from batchgen.models.activations import make_activations_rowwise
 from batchgen.models.loader import LoadedModel, context_length, load_model
 from batchgen.models.probe import LayerAttention, probe_model
 from batchgen.models.source import find_model
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import UsageError
 from batchgen_kernels.backend import AttentionBackend
+from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.registry import BackendError, Selection, select
 
 CPU_BATCHED_TOKENS = 512
@@ -84,6 +86,7 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     )
     layers = probe_model(loaded.model, config.max_model_len or 1)
     backend, reason = _backend(config, layers, loaded.dtype)
+    _check_block_size(backend, config.block_size or BLOCK_SIZE)
     memory = _memory(config, loaded, layers, backend)
     if config.max_model_len is None:
         layers = probe_model(loaded.model, memory.max_model_len)
@@ -96,15 +99,14 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
         block_size=memory.block_size,
         row_multiple=row_multiple or 1,
     )
-    invariant = row_multiple is not None and model_is_invariant(
-        runner, loaded.config.vocab_size, memory.num_blocks
-    )
+    invariant = row_multiple is not None and model_is_invariant(runner, loaded.vocab_size, memory.num_blocks)
     core = EngineCore(
         runner,
         Scheduler(_scheduler_config(config, memory), _kv_config(layers, memory)),
         tokenizer,
         loaded.eos_token_ids,
         memory.max_model_len,
+        loaded.vocab_size,
     )
     return Engine(
         core=core,
@@ -122,6 +124,15 @@ def _backend(config: EngineConfig, layers: list[LayerAttention], dtype: torch.dt
         return select(config.attention, [layer.spec for layer in layers], torch.device("cpu"), dtype)
     except BackendError as error:
         raise UsageError(f"engine.attention: {error}") from error
+
+
+def _check_block_size(backend: AttentionBackend, block_size: int) -> None:
+    multiple = CAPABILITIES[backend.name].block_size_multiple
+    if block_size % multiple:
+        raise UsageError(
+            f"engine.block_size: {block_size} is not a multiple of {multiple}, which the {backend.name} "
+            "attention backend needs"
+        )
 
 
 def _memory(
@@ -147,6 +158,8 @@ def _row_multiple(config: EngineConfig, loaded: LoadedModel) -> int | None:
     assert config.num_threads is not None
     assert config.max_num_batched_tokens is not None
     assert config.max_num_seqs is not None
+    if config.num_threads > 2:
+        make_activations_rowwise(loaded.model)
     return find_row_multiple(
         loaded.model, config.num_threads, config.max_num_batched_tokens, config.max_num_seqs
     )

@@ -59,6 +59,7 @@ class EngineCore:
         tokenizer: for stop strings and the final text.
         eos_token_ids: ids that end a sequence.
         max_model_len: longest prompt plus output, in tokens.
+        vocab_size: token ids that the model knows are below it.
     """
 
     def __init__(
@@ -68,12 +69,14 @@ class EngineCore:
         tokenizer: Tokenizer,
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
+        vocab_size: int,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
         self.counters = EngineCounters()
         self._live: dict[int, _Live] = {}
         self._rules_of: dict[SamplingParams, StopRules] = {}
@@ -92,6 +95,16 @@ class EngineCore:
             None, or the output at once: an error row that can never fit, or a request whose earlier
             tokens already end it.
         """
+        strange = max(request.prompt_token_ids + request.output_token_ids)
+        if strange >= self.vocab_size:
+            return self._refused(
+                request,
+                RowError(
+                    ErrorClass.INVALID_PARAM,
+                    f"the prompt holds token id {strange}, and the model knows ids up to "
+                    f"{self.vocab_size - 1}; does the tokenizer belong to the model?",
+                ),
+            )
         # No room at all is the scheduler's to refuse.
         room = max(1, self.max_model_len - len(request.prompt_token_ids))
         checker = StopChecker(self._rules(request.sampling), min(request.sampling.max_tokens, room))

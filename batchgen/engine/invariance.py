@@ -10,17 +10,18 @@ for this model's weight shapes, is checked here rather than assumed.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
 from batchgen.engine.runner import ModelRunner
+from batchgen.models.activations import activation_modules
 from batchgen.types import Request, SamplingParams
 
 ROWS_PER_THREAD = 4
-WIDE = 16384
-CHECKED_MULTIPLES = (1, 2, 3, 4, 5, 8, 13, 16, 32, 64)
+CHECKED_MULTIPLES = (1, 2, 3, 4, 5, 8, 13, 16, 31, 32, 64)
 CHECKED_TOKENS = 40
 
 
@@ -37,7 +38,8 @@ def distinct_weights(model: torch.nn.Module) -> list[torch.nn.Linear]:
 def rows_are_independent(linear: torch.nn.Linear, multiple: int, max_rows: int) -> bool:
     """Whether rows keep their bits for every checked number of rows that is a multiple of `multiple`."""
     generator = torch.Generator().manual_seed(0)
-    sizes = [multiple * k for k in CHECKED_MULTIPLES if multiple * k <= max(max_rows, multiple)]
+    most = -(-max_rows // multiple)
+    sizes = [multiple * k for k in {*CHECKED_MULTIPLES, most} if k <= most]
     x = torch.randn(max(sizes), linear.in_features, generator=generator).to(linear.weight.dtype)
     whole = F.linear(x, linear.weight, linear.bias)
     for rows in sizes:
@@ -48,17 +50,35 @@ def rows_are_independent(linear: torch.nn.Linear, multiple: int, max_rows: int) 
     return True
 
 
+@torch.inference_mode()
+def activations_are_independent(model: torch.nn.Module, multiple: int, max_rows: int) -> bool:
+    """Whether activation functions give a row the same bits for every number of rows up to `max_rows`."""
+    generator = torch.Generator().manual_seed(0)
+    seen: set[tuple[str, int]] = set()
+    for parent, _, activation in activation_modules(model):
+        for width in {c.out_features for c in parent.children() if isinstance(c, torch.nn.Linear)}:
+            if (repr(activation), width) in seen:
+                continue
+            seen.add((repr(activation), width))
+            x = torch.randn(max_rows, width, generator=generator)
+            whole = activation(x)
+            sizes = range(multiple, max_rows, multiple)
+            if not all(torch.equal(activation(x[:n]), whole[:n]) for n in sizes):
+                return False
+    return True
+
+
 def find_row_multiple(
     model: torch.nn.Module, threads: int, max_tokens: int, max_logits_rows: int
 ) -> int | None:
     """The least number of rows whose multiples keep every row's bits, or None if none was found."""
     weights = distinct_weights(model)
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     for factor in (1, 2, 4):
         multiple = ROWS_PER_THREAD * threads * factor
         if all(
-            rows_are_independent(w, multiple, max_logits_rows if w.out_features > WIDE else max_tokens)
-            for w in weights
-        ):
+            rows_are_independent(w, multiple, max_logits_rows if w is head else max_tokens) for w in weights
+        ) and activations_are_independent(model, multiple, max_tokens):
             return multiple
     return None
 

@@ -24,7 +24,8 @@ class MemoryPlan:
     bytes_per_block: int
     max_model_len: int
     available: int
-    needed_for_all: int
+    context: int
+    asked_for: bool
 
     def table(self) -> list[str]:
         """The budget in lines for a person."""
@@ -36,6 +37,15 @@ class MemoryPlan:
             f"{per_token / 2**10:,.1f} KiB a token, room for {tokens:,} tokens",
             f"longest sequence {self.max_model_len:,} tokens; "
             f"memory available {self.available / 2**20:,.0f} MiB",
+            *([] if self.asked_for else self._shortened()),
+        ]
+
+    def _shortened(self) -> list[str]:
+        if self.max_model_len >= self.context:
+            return []
+        return [
+            f"the model was made for {self.context:,} tokens; longer rows than {self.max_model_len:,} become "
+            "errors (raise engine.kv_cache_memory or set model.max_model_len)"
         ]
 
 
@@ -53,9 +63,13 @@ def _cgroup_room() -> int:
             limit = f.read().strip()
         with open("/sys/fs/cgroup/memory.current", encoding="ascii") as f:
             used = int(f.read())
+        with open("/sys/fs/cgroup/memory.stat", encoding="ascii") as f:
+            fields = dict(line.split() for line in f)
     except (OSError, ValueError):
         return 2**62
-    return 2**62 if limit == "max" else max(0, int(limit) - used)
+    # Cached file pages count as used, and are given back when somebody needs the memory.
+    reclaimable = int(fields.get("inactive_file", 0))
+    return 2**62 if limit == "max" else max(0, int(limit) - used + reclaimable)
 
 
 def plan_memory(
@@ -80,9 +94,20 @@ def plan_memory(
         available: bytes that can be had; measured when None.
 
     Raises:
-        UsageError: one sequence of `max_model_len` does not fit; says which knob to turn.
+        UsageError: one sequence of `max_model_len` does not fit, or more is asked for than the model or
+            the machine has; says which knob to turn.
     """
     available = available_memory() if available is None else available
+    if max_model_len is not None and max_model_len > context:
+        raise UsageError(
+            f"model.max_model_len: {max_model_len:,} is more than the {context:,} tokens the model was made "
+            f"for; use {context:,} or less"
+        )
+    if kv_cache_memory is not None and kv_cache_memory > available:
+        raise UsageError(
+            f"engine.kv_cache_memory: {kv_cache_memory:,} bytes are asked for and {available:,} are "
+            "available; ask for less or leave it out"
+        )
     wanted_len = max_model_len or context
 
     def blocks_for(tokens: int) -> int:
@@ -92,17 +117,20 @@ def plan_memory(
     room = kv_cache_memory or min(int(available * AUTO_SHARE), AUTO_LIMIT)
     if kv_cache_memory is None and max_model_len is not None:
         room = min(max(room, (blocks_for(wanted_len) + 1) * bytes_per_block), int(available * 0.8))
-    num_blocks = min(room, needed_for_all) // bytes_per_block
+    num_blocks = (kv_cache_memory or min(room, needed_for_all)) // bytes_per_block
     longest = (num_blocks - 1) * block_size
     if longest < wanted_len and max_model_len is None:
         wanted_len = longest
-    if longest < wanted_len or wanted_len < block_size:
+    if longest < wanted_len or longest < block_size:
         raise UsageError(
             f"engine.kv_cache_memory: {room:,} bytes hold {max(longest, 0):,} tokens, but one sequence of "
-            f"model.max_model_len {wanted_len:,} needs {(blocks_for(wanted_len) + 1) * bytes_per_block:,}; "
+            f"{max(wanted_len, block_size):,} tokens needs "
+            f"{(blocks_for(max(wanted_len, block_size)) + 1) * bytes_per_block:,}; "
             "raise engine.kv_cache_memory or lower model.max_model_len"
         )
-    return MemoryPlan(num_blocks, block_size, bytes_per_block, wanted_len, available, needed_for_all)
+    return MemoryPlan(
+        num_blocks, block_size, bytes_per_block, wanted_len, available, context, max_model_len is not None
+    )
 
 
 def default_threads() -> int:

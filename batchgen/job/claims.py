@@ -128,11 +128,15 @@ class Claims:
                 return []
 
     def _read(self, epoch: int) -> Claim | None:
-        try:
-            record = json.loads((self._folder.claims / f"{epoch:06d}" / "claim.json").read_bytes())
-            return Claim(record["epoch"], record["accepted"])
-        except (OSError, ValueError, KeyError):
-            return None
+        path = self._folder.claims / f"{epoch:06d}" / "claim.json"
+        # Only a claim that was not taken completely is passed over; one that cannot be read now must
+        # not void what it accepted.
+        with storage(path, action="read"):
+            try:
+                record = json.loads(path.read_bytes())
+                return Claim(record["epoch"], record["accepted"])
+            except (FileNotFoundError, ValueError, KeyError):
+                return None
 
 
 def _synced_size(path: Path, files: FileOps) -> int:

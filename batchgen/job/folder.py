@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,9 +103,9 @@ class JobFolder:
         for folder in (self.root, self.data, *(self.internal / name for name in _WRITTEN_BY_RUN)):
             with storage(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-                probe = folder / f"{TEMPORARY}probe-{os.getpid()}"
+                probe = folder / f"{TEMPORARY}probe-{uuid.uuid4().hex}"
                 os.close(files.create(probe))
-                probe.unlink()
+                probe.unlink(missing_ok=True)
         for folder in (self.root.parent, self.root, self.internal):
             with storage(folder):
                 files.fsync_folder(folder)
@@ -122,7 +123,7 @@ class JobFolder:
     def clear(self) -> None:
         """Remove everything that a job wrote, for `--overwrite`; claims stay, so that epochs go on.
 
-        The manifest goes first: without it nothing that is left counts.
+        The manifest goes first: without it nothing that is left counts, see `forget_job`.
         """
         with storage(self.root):
             for path in (self.manifest, self.success, self.resolved_job):
@@ -134,6 +135,16 @@ class JobFolder:
                 if name != "claims":
                     shutil.rmtree(self.internal / name, ignore_errors=True)
                     (self.internal / name).mkdir(exist_ok=True)
+
+    def forget_job(self) -> None:
+        """Drop the records of a job whose manifest is gone: its parts and rows must not count for another.
+
+        Its part files stay, and are moved to quarantine when nobody knows them.
+        """
+        with storage(self.internal, action="removed"):
+            for name in ("commits", "index", "journal", "stats"):
+                for path in (self.internal / name).iterdir():
+                    path.unlink()
 
     def remove_temporaries(self) -> int:
         """Remove what killed attempts left half-written; returns how many files."""

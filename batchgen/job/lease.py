@@ -177,7 +177,7 @@ def acquire_lease(
     try:
         record = read_lease(folder.lease)
         if not _free(record, lock):
-            _wait_for_lapse(folder, record, lease_seconds, say, clock, sleep)
+            lock = _wait_for_lapse(folder, record, lock, lease_seconds, say, clock, sleep)
         return Lease(folder, lease_seconds, lock)
     except BaseException:
         if lock >= 0:
@@ -195,11 +195,13 @@ def _free(record: LeaseRecord | None, lock: int) -> bool:
 def _wait_for_lapse(
     folder: JobFolder,
     record: LeaseRecord | None,
+    lock: int,
     lease_seconds: float,
     say: Callable[[str], None],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
-) -> None:
+) -> int:
+    """Watch the heartbeat; returns the lock, if it could be had since."""
     say(
         f"{folder.root} is owned by {_describe(record)}; waiting up to {lease_seconds:g} s "
         "to see whether it still lives"
@@ -208,12 +210,17 @@ def _wait_for_lapse(
     while clock() < deadline:
         sleep(min(_POLL_SECONDS, lease_seconds / 20))
         now = read_lease(folder.lease)
+        if lock == _HELD:
+            lock = _try_lock(folder.lock)
+        if _free(now, lock):
+            return lock
         if now is not None and not now.released and _moved(record, now):
             raise OwnershipError(
                 f"{folder.root}: {_describe(now)} is running this job; wait until it ends, "
                 "or stop it first (kill it with SIGTERM) and run the same command again"
             )
     say(f"{_describe(record)} has shown no life for {lease_seconds:g} s; taking over")
+    return lock
 
 
 def _moved(before: LeaseRecord | None, now: LeaseRecord) -> bool:

@@ -113,15 +113,22 @@ class PartStore:
         self._log = LineLog(folder.commits / log_name(epoch), files)
         self.committed: dict[int, PartCommit] = {}
 
-    def recognise(self, say: Callable[[str], None]) -> None:
-        """Find the committed parts; move what is torn or foreign to quarantine and say so."""
-        self.committed = recognise_parts(self._folder)
-        expected = {commit.file for commit in self.committed.values()}
+    def recognise(self, say: Callable[[str], None], still_owner: Callable[[], None]) -> None:
+        """Find the committed parts; move what is torn or foreign to quarantine and say so.
+
+        Args:
+            say: told of each file that was moved.
+            still_owner: raises when another process has taken over; asked right before each move.
+        """
+        # Listed before the records are read: a part that appears in between is not looked at.
         with storage(self._folder.data, action="read"):
             names = sorted(os.listdir(self._folder.data))
+        self.committed = recognise_parts(self._folder)
+        expected = {commit.file for commit in self.committed.values()}
         for name in names:
             path = self._folder.data / name
             if PART_NAME.fullmatch(name) and name not in expected and path.is_file():
+                still_owner()
                 kept = self._folder.quarantined(path)
                 say(
                     f"{path} is not a part that this job committed, or it is damaged; moved to {kept}, "

@@ -13,7 +13,7 @@ from batchgen.job.files import atomic_write, storage
 from batchgen.job.fingerprints import check_drift, diff
 from batchgen.job.folder import JobFolder
 from batchgen.job.index import InputIndex
-from batchgen.job.journal import JournalWriter, Kind, ResultRecord
+from batchgen.job.journal import JournalWriter, Kind, ResultRecord, SegmentName
 from batchgen.job.linelog import LineLog, log_name
 from batchgen.job.manifest import Manifest, load_manifest
 from batchgen.job.part_reader import PartRow, read_part
@@ -70,7 +70,9 @@ class OpenJob:
         self.journal.close()
         with storage(self.folder.journal, action="removed"):
             for path in self.folder.journal.glob("*.seg"):
-                path.unlink(missing_ok=True)
+                name = SegmentName.parse(path.name)
+                if name is None or name.epoch <= self.epoch:
+                    path.unlink(missing_ok=True)
         self.found.parts_of.clear()
 
     def pin(self, pinned: Mapping[str, Any], facts: Mapping[str, Any], say: Callable[[str], None]) -> None:
@@ -82,6 +84,7 @@ class OpenJob:
         manifest = self.manifest
         if not manifest.pinned:
             manifest.pinned, manifest.facts = dict(pinned), dict(facts)
+            self.claims.check(self.epoch)
             manifest.save(self.folder)
             return
         differences = diff(manifest.pinned, pinned)
@@ -119,13 +122,23 @@ def open_job(setup: JobSetup, folder: JobFolder, claim: Claim, say: Callable[[st
         StorageError, InputError: it cannot be read or written.
     """
     claims = Claims(folder)
+
+    def still_owner() -> None:
+        claims.check(claim.epoch)
+
+    # Whoever slept through a takeover must not touch what the new owner has made since.
+    still_owner()
     folder.remove_temporaries()
     for path in claims.void_segments(claim):
+        still_owner()
         kept = folder.quarantined(path)
         say(f"{path} belongs to no claim (a run that had lost this folder wrote it); moved to {kept}")
+    if load_manifest(folder) is None:
+        still_owner()
+        folder.forget_job()
     manifest, plan = _manifest(setup, folder, say)
     parts = PartStore(folder, setup.suffix, claim.epoch)
-    parts.recognise(say)
+    parts.recognise(say, still_owner)
     index = InputIndex(folder, claim.epoch)
     found = replay(folder.journal, manifest.job_id, claim.accepted, manifest.part_rows, parts.committed)
     for sentence in (*index.damaged, *map(str, found.dropped)):
@@ -147,6 +160,7 @@ def open_job(setup: JobSetup, folder: JobFolder, claim: Claim, say: Callable[[st
         input_rows=_input_rows(setup.inputs),
     )
     _check_selection(job)
+    still_owner()
     manifest.save(folder)
     atomic_write(folder.resolved_job, setup.resolved_job.encode(errors="surrogatepass"))
     with storage(folder.success, action="removed"):

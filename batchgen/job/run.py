@@ -30,7 +30,7 @@ from batchgen.job.stop_signals import stop_signals
 from batchgen.job.supervisor import Supervisor
 from batchgen.types import BatchgenError, OwnershipError, StorageError
 
-COMPLETE, TOO_MANY_ERRORS, RESUMABLE = 0, 8, 75
+COMPLETE, BAD_ROWS, TOO_MANY_ERRORS, RESUMABLE = 0, 3, 8, 75
 MOST_MESSAGES = 200
 
 
@@ -162,8 +162,8 @@ def _finish(job: OpenJob, options: RunOptions, stopped: str | None) -> RunResult
     if stopped is not None:
         return RunResult(RESUMABLE, f"stopped ({stopped}); run the same command to continue", job.counts)
     rows = job.counts.rows
-    job.drop_journal()
     job.claims.check(job.epoch)
+    job.drop_journal()
     success = {"rows": rows, "parts": len(job.parts.committed), "whole_input": rows == job.index.end}
     atomic_write(job.folder.success, json.dumps(success).encode() + b"\n")
     return _complete(job.counts, options, f"complete: all {rows:,} rows have a result")
@@ -173,6 +173,10 @@ def _complete(counts: Counts, options: RunOptions, reason: str) -> RunResult:
     """Complete, with the exit code that the share of error rows asks for."""
     if counts.error and counts.error == counts.rows:
         return RunResult(TOO_MANY_ERRORS, f"{reason}, and every one is an error", counts)
+    if options.fail_fast and counts.error:
+        return RunResult(
+            BAD_ROWS, f"{reason}, {counts.error:,} of them an error, and run.fail_fast is set", counts
+        )
     most = options.max_errors
     allowed = most * counts.rows if isinstance(most, float) else most
     if allowed is not None and counts.error > allowed:

@@ -303,8 +303,11 @@ class Supervisor:
         self._workers.remove(worker)
         self._end(worker, code)
         if worker.fatal is not None:
-            code, text = worker.fatal["exit_code"], worker.fatal["message"]
-            raise _ERRORS.get(code, EngineError)(text)
+            error = _ERRORS.get(worker.fatal["exit_code"], EngineError)(worker.fatal["message"])
+            # An engine that failed may do better when started anew; nothing else will.
+            if not isinstance(error, EngineError):
+                raise error
+            lines = [str(error)]
         if self._stopping is None:
             self._again.extendleft(reversed(worker.take_back()))
             self._died(worker, code, lines)
@@ -324,7 +327,7 @@ class Supervisor:
         if self._barren_deaths >= MAX_BARREN_DEATHS:
             tail = "\n  ".join(["its last words:", *lines]) if lines else "it said nothing"
             raise EngineError(
-                f"{what}, the {self._barren_deaths}rd time in a row without a single new result; try less "
+                f"{what}, {self._barren_deaths} times in a row without a single new result; try less "
                 f"memory (engine.max_num_seqs, engine.kv_cache_memory) or another node; {tail}"
             )
         self._say(f"{what}; starting another, which gets its {len(self._again)} rows again")
@@ -372,11 +375,12 @@ class Supervisor:
     # Time.
 
     def _next_event(self) -> Message | Assembled | StopAsked | None:
+        now = time.monotonic()
         wake = [self._next_checkpoint, self._next_report]
         if self._stopping is not None:
-            wake += [self._stopping.stop_at, self._stopping.kill_at]
+            wake += [at for at in (self._stopping.stop_at, self._stopping.kill_at) if at > now]
         try:
-            return self._events.get(timeout=max(0.0, min(wake) - time.monotonic()))
+            return self._events.get(timeout=max(0.0, min(wake) - now))
         except queue.Empty:
             return None
 
@@ -468,6 +472,8 @@ class Supervisor:
                 return
             if isinstance(event, Assembled) and isinstance(event.outcome, PartCommit):
                 self._window.close_part(event.part)
+            elif isinstance(event, Assembled):
+                self._say(f"part {event.part} could not be committed: {event.outcome}")
 
     def _progress(self) -> Progress:
         counts = self._job.counts

@@ -46,7 +46,7 @@ MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("run", "join"): (False,),
     ("run", "priority"): (None,),
     ("run", "row_timeout"): (None,),
-    ("run", "poison"): ("bisect",),
+    ("run", "poison"): ("off",),
     ("run", "gates"): ({}, None),
     ("run", "metrics"): (None,),
     ("run", "cost"): (None,),

@@ -13,6 +13,7 @@ from typing import Any
 
 from batchgen.data.row import PartIndexer
 from batchgen.data.source import InputSet
+from batchgen.job.files import storage
 from batchgen.job.fingerprints import Fingerprints, check_drift, digest
 from batchgen.job.folder import PART_NAME, TEMPORARY, JobFolder
 from batchgen.job.index import InputIndex
@@ -109,7 +110,9 @@ def _recorded_parts(folder: JobFolder, report: VerifyReport) -> dict[int, list[P
 
 def _present_parts(folder: JobFolder, report: VerifyReport) -> dict[int, Path]:
     present: dict[int, Path] = {}
-    for path in sorted(folder.data.iterdir()):
+    with storage(folder.data, action="read"):
+        paths = sorted(folder.data.iterdir())
+    for path in paths:
         match = PART_NAME.fullmatch(path.name)
         if match is None:
             kind = "a temporary file of a killed run" if path.name.startswith(TEMPORARY) else "not a part"
@@ -125,7 +128,11 @@ def _check_part(
     path: Path, part: int, recorded: list[PartCommit], manifest: Manifest, report: VerifyReport
 ) -> None:
     report.parts += 1
-    found = file_digest(path)
+    try:
+        found = file_digest(path)
+    except OSError as error:
+        report.fault(f"{path}: cannot be read: {error.strerror}; check the disk, then verify again")
+        return
     commit = next((c for c in recorded if c.digest == found), None)
     if commit is None:
         known = "its checksum is not the recorded one" if recorded else "no commit of it is recorded"
@@ -140,7 +147,7 @@ def _check_part(
             if row.result.status in set(Status):
                 counts.count(row.result.status, row.result.usage)
             report.rows += 1
-    except (ValueError, KeyError, TypeError, StorageError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StorageError) as error:
         report.fault(f"{path}: cannot be read as a part: {error}")
         return
     if commit is not None and (counts.rows, counts.ok) != (commit.rows, commit.counts.ok):

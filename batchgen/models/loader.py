@@ -46,9 +46,14 @@ class LoadedModel:
         given = self.generation_config.eos_token_id
         if given is None:
             given = self.config.eos_token_id
-        if given is None:
-            return ()
-        return tuple(given) if isinstance(given, (list, tuple)) else (int(given),)
+        ids = given if isinstance(given, (list, tuple)) else () if given is None else (given,)
+        return tuple(int(i) for i in ids if 0 <= i < self.vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the input embedding: every token id must be below it."""
+        embeddings: Any = self.model.get_input_embeddings()
+        return int(embeddings.weight.shape[0])
 
 
 def context_length(config: PretrainedConfig) -> int:
@@ -57,6 +62,7 @@ def context_length(config: PretrainedConfig) -> int:
     Raises:
         UsageError: the configuration does not say.
     """
+    config = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
@@ -99,8 +105,11 @@ def load_model(folder: Path, dtype: str = "float32") -> LoadedModel:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
-        raise UsageError(f"model.path: {folder} could not be loaded: {error}") from error
+    except Exception as error:
+        raise UsageError(
+            f"model.path: {folder} could not be loaded ({type(error).__name__}: {error}); "
+            "are its weights safetensors, and does its architecture use transformers' attention interface?"
+        ) from error
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:

@@ -35,7 +35,7 @@ class _Recorder:
     """A forward context that notes shapes and options and returns finite values."""
 
     def __init__(self, config: PretrainedConfig) -> None:
-        self.config = config
+        self.config = config.get_text_config()
         self.layers: dict[int, LayerAttention] = {}
         self.calls = 0
 
@@ -53,6 +53,8 @@ class _Recorder:
             raise _refusal("an attention module has no layer index")
         if query.shape[2] != key.shape[2]:
             raise _refusal(f"layer {layer} attends to keys of another sequence (cross attention)")
+        if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            raise _refusal(f"layer {layer} looks ahead (an encoder); it does not generate text")
         self.layers[layer] = self._layer(layer, query, key, value, options)
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
@@ -95,6 +97,11 @@ def _window(config: PretrainedConfig, layer: int, given: int | None) -> int | No
     """
     types = getattr(config, "layer_types", None)
     if types is None:
+        hidden = getattr(config, "sliding_window", None)
+        if given is None and hidden and getattr(config, "use_sliding_window", True):
+            raise _refusal(
+                f"its configuration has a window of {hidden} that layer {layer} does not pass to attention"
+            )
         return given
     expected = config.sliding_window if types[layer] == "sliding_attention" else None
     if given != expected and given is not None:
@@ -110,7 +117,7 @@ def refuse_unsupported(model: PreTrainedModel, max_model_len: int) -> None:
     Raises:
         UsageError: names the reason and, where there is one, the remedy.
     """
-    config = model.config
+    config = model.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise _refusal("it is an encoder-decoder (cross attention)")
     if getattr(model, "_is_stateful", False):
@@ -144,11 +151,17 @@ def probe_model(model: PreTrainedModel, max_model_len: int) -> list[LayerAttenti
     """
     refuse_unsupported(model, max_model_len)
     recorder = _Recorder(model.config)
-    ids = torch.arange(PROBE_TOKENS).unsqueeze(0) % model.config.vocab_size
+    config = model.config.get_text_config()
+    ids = torch.arange(PROBE_TOKENS).unsqueeze(0) % config.vocab_size
     positions = torch.arange(PROBE_TOKENS).unsqueeze(0)
-    with torch.inference_mode(), forward_context(recorder):
-        model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=torch.tensor([0]))
-    layers = model.config.num_hidden_layers
+    try:
+        with torch.inference_mode(), forward_context(recorder):
+            model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=torch.tensor([0]))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise _refusal(f"a forward pass of {PROBE_TOKENS} tokens failed: {error}") from error
+    layers = config.num_hidden_layers
     if sorted(recorder.layers) != list(range(layers)) or recorder.calls != layers:
         raise _refusal(
             f"{len(recorder.layers)} of its {layers} layers call attention, in {recorder.calls} calls"

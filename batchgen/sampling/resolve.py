@@ -28,6 +28,24 @@ def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
+def unused_defaults(generation_config: Mapping[str, Any]) -> list[str]:
+    """Keys of a model's generation configuration that ask for something batchgen does not do yet."""
+    harmless: dict[str, Any] = {
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "typical_p": 1.0,
+        "epsilon_cutoff": 0.0,
+        "eta_cutoff": 0.0,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+        "bad_words_ids": None,
+        "forced_eos_token_id": None,
+        "exponential_decay_length_penalty": None,
+        "num_beams": 1,
+    }
+    return [key for key, off in harmless.items() if generation_config.get(key) not in (None, off, [])]
+
+
 def resolve_sampling(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
     """Fill the nulls of a `sampling` section.
 

@@ -46,7 +46,22 @@ def _message(column: str, number: int, item: Any) -> Message:
         raise RowFailure(
             ErrorClass.NULL_PROMPT, f"column {column!r}: message {number} ({role}) has no content"
         )
+    if isinstance(message.get("content"), list):
+        message["content"] = _joined(column, number, message["content"])
     return message
+
+
+def _joined(column: str, number: int, parts: list[Any]) -> str:
+    """The text of a content that came in parts; templates of text models print a list as Python would."""
+    for part in parts:
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            _invalid(column, f"message {number} has a part of type {kind!r}; only text parts can be read")
+    return "".join(part["text"] for part in parts)
 
 
 def _without_nulls(value: Any) -> Any:

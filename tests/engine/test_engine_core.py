@@ -158,3 +158,11 @@ def test_partials_are_reported_once_and_in_order(folder: Path) -> None:
             break
     assert all(done[row][: len(ids)] == ids for row, ids in told.items())
     assert sum(map(len, told.values())) > 50
+
+
+def test_a_token_that_the_model_does_not_know_is_an_error_of_its_row(folder: Path) -> None:
+    outputs = run(make_engine(folder), [[1, 2, 3], [1, 300, 3]], SamplingParams(max_tokens=2))
+    assert outputs[0].ok
+    assert outputs[1].error is not None
+    assert outputs[1].error.error_class is ErrorClass.INVALID_PARAM
+    assert "token id 300" in outputs[1].error.message

@@ -54,3 +54,28 @@ def test_the_table_names_the_figures() -> None:
 
 def test_available_memory_is_plausible() -> None:
     assert 0 < available_memory() < 2**50
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"max_model_len": 2048}, r"model\.max_model_len: 2,048 is more than the 1,024 tokens"),
+        ({"kv_cache_memory": 2 * 1024**3}, r"engine\.kv_cache_memory: 2,147,483,648 bytes are asked for"),
+        ({"available": 0}, r"one sequence of 1,024 tokens needs|one sequence of 16 tokens needs"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        plan(**changes)
+
+
+def test_a_size_that_was_asked_for_is_taken() -> None:
+    assert plan(kv_cache_memory=1000 * 16 * KIB, max_num_seqs=1).num_blocks == 1000
+
+
+def test_a_context_shortened_by_memory_is_told() -> None:
+    assert "longer rows than 512 become errors" in plan(kv_cache_memory=33 * 16 * KIB).table()[-1]
+
+
+def test_one_short_sequence_fits() -> None:
+    assert plan(max_model_len=8).max_model_len == 8

@@ -39,7 +39,7 @@ class Bench:
 
     def store(self, epoch: int = 1, files: FileOps = OS_FILES) -> PartStore:
         store = PartStore(self.folder, self.suffix, epoch, files)
-        store.recognise(self.said.append)
+        store.recognise(self.said.append, lambda: None)
         return store
 
     def commit(

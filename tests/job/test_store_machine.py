@@ -40,7 +40,7 @@ class Owner:
         self.claims = Claims(folder)
         self.claim: Claim = self.claims.take({})
         self.parts = PartStore(folder, ".jsonl", self.claim.epoch)
-        self.parts.recognise(lambda _: None)
+        self.parts.recognise(lambda _: None, lambda: None)
         self.writer = JournalWriter(folder.journal, JOB, self.claim.epoch, segment_bytes=2000, files=files)
         self.pending: list[tuple[int, str]] = []
         self.found = replay(folder.journal, JOB, self.claim.accepted, PART_ROWS, self.parts.committed)

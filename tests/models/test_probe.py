@@ -8,11 +8,13 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     BloomConfig,
     Gemma2Config,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    PhimoeConfig,
 )
 
 from batchgen.models.attention import ATTENTION_NAME, batchgen_attention, register_attention
@@ -96,3 +98,17 @@ def test_contexts_do_not_nest_and_end() -> None:
             pass
     with pytest.raises(RuntimeError):
         current_context()
+
+
+def test_refuses_an_encoder() -> None:
+    config = BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
+    )
+    with pytest.raises(UsageError, match=r"looks ahead \(an encoder\)"):
+        probe_model(build(config), 64)
+
+
+def test_refuses_a_window_that_only_the_mask_knows() -> None:
+    config = PhimoeConfig(**SMALL, num_local_experts=2, sliding_window=24)
+    with pytest.raises(UsageError, match="a window of 24 that layer 0 does not pass to attention"):
+        probe_model(build(config), 128)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.sampling.noise import uniform
-from batchgen.sampling.resolve import generation_defaults, resolve_sampling
+from batchgen.sampling.resolve import generation_defaults, resolve_sampling, unused_defaults
 from batchgen.sampling.sampler import (
     SamplingRow,
     finite_rows,
@@ -144,3 +144,9 @@ def test_null_keys_take_the_models_defaults_only_if_it_samples() -> None:
 def test_a_value_that_is_not_allowed_names_its_field() -> None:
     with pytest.raises(UsageError, match=r"sampling\.top_p: 1\.5 is not allowed; use a number above 0"):
         resolve_sampling({"top_p": 1.5}, {})
+
+
+def test_settings_of_the_model_that_are_not_applied_are_named() -> None:
+    assert unused_defaults({"repetition_penalty": 1.1, "num_beams": 1, "suppress_tokens": []}) == [
+        "repetition_penalty"
+    ]
