@@ -18,6 +18,9 @@ from job_inputs import data_bytes, read_output, write_jsonl, write_parquet
 
 from batchgen.job.attempts import read_attempts
 from batchgen.job.folder import JobFolder
+from batchgen.job.parts import Counts
+from batchgen.job.run import _complete
+from batchgen.job.run_options import RunOptions
 from batchgen.types import BatchgenError, DriftError, EngineError, InputError, StorageError, UsageError
 
 
@@ -182,7 +185,16 @@ def test_a_worker_that_never_gets_anywhere_is_an_engine_error(tmp_path: Path) ->
     check_rows(settings, 60)
 
 
-@pytest.mark.parametrize(("code", "kind"), [(2, UsageError), (7, EngineError)])
+def test_an_engine_that_fails_is_started_anew_while_it_gets_on(tmp_path: Path) -> None:
+    worker = {"fatal_after_tokens": 300, "fatal": {"exit_code": 7, "message": "out of luck"}}
+    settings = job(tmp_path, worker=worker)
+    said: list[str] = []
+    run_here(settings, said)
+    check_rows(settings, 60)
+    assert any("ended with exit code 7; starting another" in s for s in said)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, UsageError), (3, InputError)])
 def test_a_fatal_message_ends_the_run(tmp_path: Path, code: int, kind: type[BatchgenError]) -> None:
     worker = {"fatal_after_tokens": 100, "fatal": {"exit_code": code, "message": "out of luck"}}
     settings = job(tmp_path, worker=worker)
@@ -204,8 +216,8 @@ def test_the_first_worker_pins_numeric_choices(tmp_path: Path) -> None:
 
 
 def test_a_changed_input_is_noticed_when_it_is_read_again(tmp_path: Path) -> None:
-    settings = job(tmp_path, worker={"fatal_after_tokens": 100, "fatal": {"exit_code": 7, "message": "x"}})
-    with pytest.raises(EngineError):
+    settings = job(tmp_path, worker={"fatal_after_tokens": 100, "fatal": {"exit_code": 2, "message": "x"}})
+    with pytest.raises(UsageError):
         run_here(settings)
     path = Path(settings.input)
     stat, content = path.stat(), path.read_bytes()
@@ -289,3 +301,26 @@ def peak_of(tmp_path: Path, rows: int) -> int:
     )
     check_rows(settings, rows)
     return int(done.stdout)
+
+
+def test_a_half_finished_overwrite_never_mixes_two_jobs(tmp_path: Path) -> None:
+    """Killed after the manifest was removed: what the old job left must not count for the new one."""
+    run_here(job(tmp_path, worker={"seed": 2}))
+    (tmp_path / "out/manifest.json").unlink()
+    (tmp_path / "out/_SUCCESS").unlink()
+    next(iter(sorted((tmp_path / "out/data").iterdir()))).unlink()
+    settings = job(tmp_path)
+    run_here(settings)
+    check_rows(settings, 60)
+    calm = job(tmp_path, name="calm")
+    run_here(calm)
+    assert data_bytes(Path(settings.output)) == data_bytes(Path(calm.output))
+
+
+def test_fail_fast_is_not_forgotten_by_the_second_run() -> None:
+    """An error row that an earlier attempt recorded still says that the job is not well."""
+    options = RunOptions(fail_fast=True)
+    counts = Counts()
+    counts.count("ok", None)
+    counts.count("error", None)
+    assert _complete(counts, options, "complete").exit_code == 3

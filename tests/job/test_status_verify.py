@@ -17,9 +17,9 @@ from batchgen.job.folder import JobFolder
 from batchgen.job.lease import LeaseRecord, Owner
 from batchgen.job.status import JobStatus, read_status
 from batchgen.job.verify import VerifyReport, verify_folder
-from batchgen.types import EngineError, UsageError
+from batchgen.types import InputError, UsageError
 
-FATAL = {"fatal_after_tokens": 200, "fatal": {"exit_code": 7, "message": "the card fell out"}}
+FATAL = {"fatal_after_tokens": 200, "fatal": {"exit_code": 3, "message": "the card fell out"}}
 
 
 def job(tmp_path: Path, **changes: Any) -> Settings:
@@ -37,7 +37,7 @@ def complete(tmp_path: Path) -> Settings:
 @pytest.fixture
 def failed(tmp_path: Path) -> Settings:
     settings = job(tmp_path, worker=FATAL)
-    with pytest.raises(EngineError):
+    with pytest.raises(InputError):
         run_here(settings)
     return settings
 
