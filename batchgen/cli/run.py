@@ -87,12 +87,13 @@ def _setup(spec: JobSpec, found: Prepared) -> JobSetup:
 
 def _run(spec: JobSpec, setup: JobSetup, display: Display, *, overwrite: bool) -> int:
     from batchgen.cli.progress import Tally
+    from batchgen.dist.handle import launch_worker
     from batchgen.job.run import run_job
     from batchgen.job.run_options import options_from_spec
 
     tally = Tally(display)
     options = options_from_spec(spec, overwrite=overwrite)
-    result = run_job(setup, options, report=tally.update, say=display.note)
+    result = run_job(setup, options, launch=launch_worker, report=tally.update, say=display.note)
     display.note(result.reason)
     if spoken := tally.lines():
         for line in (*spoken, f"results: {setup.output / 'data'}"):

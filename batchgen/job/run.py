@@ -13,7 +13,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from batchgen.dist.handle import launch_worker
 from batchgen.job.attempts import Attempt
 from batchgen.job.claims import Claims
 from batchgen.job.events import StopAsked
@@ -38,7 +37,7 @@ def run_job(
     setup: JobSetup,
     options: RunOptions,
     *,
-    launch: Launcher = launch_worker,
+    launch: Launcher,
     report: Callable[[Progress], None] = lambda progress: None,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> RunResult:
@@ -47,7 +46,7 @@ def run_job(
     Args:
         setup: the job.
         options: how to drive it.
-        launch: starts a worker process.
+        launch: starts a worker process; `batchgen.dist.handle.launch_worker` is one.
         report: called a few times a second with a snapshot.
         say: called with sentences for the user.
 
