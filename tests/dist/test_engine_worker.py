@@ -189,3 +189,12 @@ def test_a_template_that_refuses_the_job_is_fatal_before_weights_load(start: Any
     fatal = talk.next("fatal", "ready")
     assert (fatal["type"], fatal.get("exit_code")) == ("fatal", 2)
     assert "no turns here" in fatal["message"]
+
+
+def test_waiting_threads_of_a_worker_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    show = (sys.executable, "-c", "import os; print(os.environ['OMP_WAIT_POLICY'])")
+    handle = launch_worker(tmp_path / "log", lambda message: None, command=show)
+    assert handle.wait(WAIT) == 0
+    assert handle.last_lines() == ["passive"]
+    handle.close()
