@@ -64,6 +64,9 @@ def main() -> None:
         except psutil.Error:
             break
     code = process.wait()
+    for done in range(args.first, args.rows, args.rows // 10):
+        row, supervisor_bytes, worker_bytes = next(s for s in samples if s[0] >= done)
+        print(f"row {row:>9,}: {supervisor_bytes / 2**20:8.1f} MiB {worker_bytes / 2**20:8.1f} MiB")
     early = next(s for s in samples if s[0] >= args.first)
     late = [s for s in samples if s[2]][-1]
     for name, i in (("supervisor", 1), ("worker", 2)):
