@@ -9,7 +9,7 @@ whole rows, leaves no border inside a row that another number of rows would put 
 from __future__ import annotations
 
 import torch
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2CLS
 
 # torch's grain: an elementwise operation of at most this many elements runs on one thread.
 GRAIN = 32768
@@ -40,7 +40,7 @@ class RowwiseActivation(torch.nn.Module):
 
 def activation_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
     """(parent, attribute, activation) of every activation function that is a module of its own."""
-    known = {type(ACT2FN[name]) for name in ACT2FN}
+    known = {entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()}
     return [
         (parent, name, child)
         for parent in model.modules()
