@@ -191,10 +191,16 @@ def test_a_template_that_refuses_the_job_is_fatal_before_weights_load(start: Any
     assert "no turns here" in fatal["message"]
 
 
-def test_waiting_threads_of_a_worker_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chosen", [None, "active"])
+def test_waiting_threads_of_a_worker_spin_only_shortly(
+    chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    show = (sys.executable, "-c", "import os; print(os.environ['OMP_WAIT_POLICY'])")
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    if chosen:
+        monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
+    show = (sys.executable, "-c", "import os; print(os.environ.get('GOMP_SPINCOUNT'))")
     handle = launch_worker(tmp_path / "log", lambda message: None, command=show)
     assert handle.wait(WAIT) == 0
-    assert handle.last_lines() == ["passive"]
+    assert handle.last_lines() == ["None" if chosen else "3000"]
     handle.close()
