@@ -6,7 +6,7 @@ Everything here is cheap to create, and what goes to disk turns into JSON and ba
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -107,11 +107,3 @@ class PartIndexer:
 
     def entry(self) -> PartIndexEntry:
         return PartIndexEntry(self.part, self.start, self.rows, self._hash.hexdigest())
-
-
-def index_part(part: int, start: Position, rows: Iterable[Row]) -> PartIndexEntry:
-    """Index entry of the part that begins at `start` and holds exactly `rows`."""
-    indexer = PartIndexer(part, start)
-    for row in rows:
-        indexer.add(row)
-    return indexer.entry()

@@ -48,6 +48,12 @@ def part_suffix(format: str, compression: str) -> str:
     return ".jsonl.zst" if compression == "zstd" else ".jsonl"
 
 
+def warm_up() -> None:
+    """Load what writing a part needs (pyarrow imports pandas when it converts the first list)."""
+    table = pa.table({"row": pa.array([0], pa.int64())})
+    pq.write_table(table, io.BytesIO(), compression="zstd")
+
+
 def write_part(
     path: str | os.PathLike[str],
     records: Iterable[Record],

@@ -66,16 +66,13 @@ class ModelFiles:
         return cls(tuple(sorted(files)), tokenizer or model)
 
 
-def fingerprint(
-    spec: JobSpec, files: ModelFiles, input_files: Mapping[str, Any], facts: Mapping[str, Any] | None = None
-) -> Fingerprints:
+def fingerprint(spec: JobSpec, files: ModelFiles, input_files: Mapping[str, Any]) -> Fingerprints:
     """Everything that decides what the output folder holds.
 
     Args:
         spec: the job.
         files: of the model; hashed here, which takes no time for files hashed before.
         input_files: `InputSet.fingerprint()`.
-        facts: versions and devices, kept with the engine's part.
 
     Raises:
         UsageError: a file of the model cannot be read.
@@ -103,7 +100,7 @@ def fingerprint(
                 for key in ("format", "compression", "columns", "include", "part_rows")
             },
         },
-        engine={"format": FORMAT, "engine": job["engine"], "facts": dict(facts or {})},
+        engine={"format": FORMAT, "engine": job["engine"]},
     )
 
 

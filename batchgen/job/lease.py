@@ -94,18 +94,13 @@ def read_lease(path: Path) -> LeaseRecord | None:
 
 
 class Lease:
-    """Ownership of a folder, kept alive by a thread until `release`.
-
-    Made by `acquire_lease`. Attributes:
-        lost: set when the lease file is no longer this process's.
-    """
+    """Ownership of a folder, kept alive by a thread until `release`; made by `acquire_lease`."""
 
     def __init__(self, folder: JobFolder, lease_seconds: float, lock: int) -> None:
         self._path = folder.lease
         self._lock = lock
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self.lost = threading.Event()
         beat_seconds = min(lease_seconds / 4, LONGEST_BEAT_SECONDS)
         owner = Owner.myself(locked=lock >= 0)
         self._record = LeaseRecord(owner, 1, beat_seconds, lease_seconds, released=False)
@@ -136,7 +131,6 @@ class Lease:
             # A beat that fails is tried again with the next; only ownership that moved ends the run.
             with contextlib.suppress(OSError):
                 if not self._mine():
-                    self.lost.set()
                     on_lost()
                     return
                 self._write(released=False)

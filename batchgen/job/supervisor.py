@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchgen.data.row import Row
+from batchgen.data.sink import warm_up
 from batchgen.job.assembly import Assembler
 from batchgen.job.attempts import Attempt, attempt_file
 from batchgen.job.counters import create_counters
@@ -103,6 +104,8 @@ class Supervisor:
         self._assembler = Assembler(job)
         self._assembling: set[int] = set()
         self._threads = ThreadPoolExecutor(1, "assembly")
+        # While the workers load; else the first part would make memory grow by half while rows run.
+        self._threads.submit(warm_up)
         self._stopping: Stopping | None = None
         self._barren_deaths = 0
         self._checkpoints = 0

@@ -119,11 +119,6 @@ class Window:
         """Parts that are open."""
         return len(self._open)
 
-    @property
-    def position(self) -> Position:
-        """How far the input has been read."""
-        return self._position
-
     def take(self) -> Pending | None:
         """The next row that must run; None while the window is full, and at the end.
 

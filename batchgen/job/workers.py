@@ -26,7 +26,6 @@ class WorkerState:
         ready: it has loaded the model and takes rows.
         want_rows: how many rows it likes to have.
         in_flight: rows sent and not answered, oldest first.
-        closed: its channel has ended.
         stop_sent: it was asked to end.
         progress: its latest progress message.
         fatal: its last words, if it had any.
@@ -39,7 +38,6 @@ class WorkerState:
         self.want_rows = 0
         self.in_flight: dict[int, Pending] = {}
         self.in_flight_bytes = 0
-        self.closed = False
         self.stop_sent = False
         self.progress: Mapping[str, Any] = {}
         self.fatal: Mapping[str, Any] | None = None

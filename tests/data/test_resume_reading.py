@@ -1,6 +1,7 @@
 """Reading can begin at any position and gives the same rows and digests, for every format."""
 
 import random
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from data_files import TEXT_SUFFIXES, compress, parquet, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.data.row import PartIndexEntry, PartIndexer, Position, Row, index_part
+from batchgen.data.row import PartIndexEntry, PartIndexer, Position, Row
 from batchgen.data.source import InputSet, open_input
 
 KINDS = (*TEXT_SUFFIXES, ".parquet")
@@ -93,6 +94,13 @@ def test_any_lines_any_position(
             assert [facts(row) for row in inputs.rows(fact[6])] == rows[ordinal + 1 :]
 
 
+def index_part(part: int, start: Position, rows: Iterable[Row]) -> PartIndexEntry:
+    indexer = PartIndexer(part, start)
+    for row in rows:
+        indexer.add(row)
+    return indexer.entry()
+
+
 def test_part_index(inputs: InputSet) -> None:
     entries = []
     start = Position()
@@ -102,10 +110,8 @@ def test_part_index(inputs: InputSet) -> None:
         start = part[-1].next_position
     assert [entry.rows for entry in entries] == [1000, 1000, 1000, 800]
     for entry in entries:
-        indexer = PartIndexer(entry.part, entry.start)
-        for row in islice(inputs.rows(entry.start), entry.rows):
-            indexer.add(row)
-        assert indexer.entry() == entry == PartIndexEntry.from_json(entry.to_json())
+        again = index_part(entry.part, entry.start, islice(inputs.rows(entry.start), entry.rows))
+        assert again == entry == PartIndexEntry.from_json(entry.to_json())
     assert len({entry.digest for entry in entries}) == 4
 
 

@@ -37,7 +37,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _prints(model: Path, file: Path, *sets: str, **changed_input: Any) -> Fingerprints:
     files = {**FILES, "files": [{**FILES["files"][0], **changed_input}]}  # type: ignore[dict-item]
-    return fingerprint(load_job(file, sets), ModelFiles.find(model), files, {"torch": "2.13"})
+    return fingerprint(load_job(file, sets), ModelFiles.find(model), files)
 
 
 def test_the_same_job_has_the_same_digests(model: Path, job_file: Write) -> None:
