@@ -160,8 +160,16 @@ class EngineCore:
         """Forget the requests that have not begun, so that only running ones go on."""
         for row, live in list(self._live.items()):
             if live.request.num_computed_tokens == 0 and live.request.num_preemptions == 0:
-                self.scheduler.finish(row)
-                del self._live[row]
+                self._forget(row)
+
+    def abort_all(self) -> None:
+        """Forget every request, running or waiting."""
+        for row in list(self._live):
+            self._forget(row)
+
+    def _forget(self, row: int) -> None:
+        self.scheduler.finish(row)
+        del self._live[row]
 
     def close(self) -> None:
         """Give the cache's memory back; the engine is unusable afterwards."""

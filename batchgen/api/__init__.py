@@ -1,0 +1,1 @@
+"""What Python programs use: `batchgen.map`, `Job`, `open` and `LLM`."""
