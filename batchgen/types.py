@@ -176,7 +176,7 @@ CacheKey = tuple[int, tuple[str | int | bytes, ...]]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One row in the engine. The scheduler owns every field after `cache_keys`.
+    """One row in the engine. The scheduler owns every field after `control_tokens`.
 
     Args:
         request_id: the row's ordinal; also its key for sampling noise.
@@ -186,6 +186,7 @@ class Request:
         priority: higher runs first.
         cache_keys: what else decides keys and values, such as (0, ("lora", name, path)), (0, ("salt", text))
             or (first position of an image, ("image", digest)); rows share cache only where these agree.
+        control_tokens: how many the row's own text spelled; for the report.
     """
 
     request_id: int
@@ -194,6 +195,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     priority: int = 0
     cache_keys: tuple[CacheKey, ...] = ()
+    control_tokens: int = 0
     state: RequestState = RequestState.WAITING
     sequence_number: int = -1
     num_computed_tokens: int = 0
@@ -227,6 +229,8 @@ class Output:
 
     `token_ids` and `text` are cut at the stop condition, both at the same place; neither holds the
     end-of-sequence or stop token. `completion_tokens` counts every sampled token, including those.
+    `queue_seconds` passed from the request's arrival to its first step, `run_seconds` from there to its end;
+    `control_tokens` is how many its own text spelled.
     """
 
     request_id: int
@@ -239,6 +243,9 @@ class Output:
     truncated_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    queue_seconds: float = 0.0
+    run_seconds: float = 0.0
+    control_tokens: int = 0
     error: RowError | None = None
 
     @property

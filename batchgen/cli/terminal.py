@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import unicodedata
+from batchgen.text.visible import visible, visible_line
 
 
 def safe(text: str) -> str:
-    """The text with everything escaped that could steer a terminal: control characters, ANSI, bidi marks."""
-    if text.isprintable():
-        return text
-    return "".join(c if _harmless(c) else c.encode("unicode_escape").decode("ascii") for c in text)
+    """The text with everything escaped that could steer a terminal; line breaks stay."""
+    return visible(text)
 
 
-def _harmless(character: str) -> bool:
-    return character in "\n\t" or character.isprintable() or unicodedata.category(character) == "Zs"
+def safe_line(text: str) -> str:
+    """The same on one line, so that nothing in it can pass for a line of ours."""
+    return visible_line(text)

@@ -123,6 +123,7 @@ class Intake:
             prompt_token_ids=result.token_ids,
             sampling=replace(self._sampling),
             output_token_ids=list(partial),
+            control_tokens=result.control_tokens,
         )
 
     def _sort_key(self, item: Request | Output) -> Any:

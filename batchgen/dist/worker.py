@@ -178,6 +178,7 @@ class Worker:
                 "output_tokens": core.counters.sampled,
                 "preemptions": stats.preemptions,
                 "pool_used": stats.pool_used,
+                "pool_total": stats.pool_total,
                 "pool_waste": stats.waste,
             }
         )
@@ -205,7 +206,13 @@ def _result(output: Output) -> dict[str, Any]:
 
 
 def _stats(output: Output) -> dict[str, Any]:
-    return {"cached_tokens": output.cached_tokens, "preemptions": output.preemptions}
+    return {
+        "cached_tokens": output.cached_tokens,
+        "preemptions": output.preemptions,
+        "queue_ms": round(1000 * output.queue_seconds),
+        "run_ms": round(1000 * output.run_seconds),
+        "control_tokens": output.control_tokens,
+    }
 
 
 def main() -> int:

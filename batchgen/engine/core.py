@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,11 +35,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Live:
-    """A request in flight with its stop conditions and what was already reported of its output."""
+    """A request in flight with its stop conditions and what was already reported of its output.
+
+    `added` and `started` are times of the monotonic clock: its arrival, and its first step.
+    """
 
     request: Request
     checker: StopChecker
     reported: int
+    added: float
+    started: float | None = None
 
 
 @dataclass(slots=True)
@@ -116,7 +122,8 @@ class EngineCore:
             self.scheduler.add(request)
         except RowFailure as failure:
             return self._refused(request, failure.error)
-        self._live[request.request_id] = _Live(request, checker, len(request.output_token_ids))
+        reported = len(request.output_token_ids)
+        self._live[request.request_id] = _Live(request, checker, reported, time.monotonic())
         return None
 
     def step(self) -> list[Output]:
@@ -127,10 +134,18 @@ class EngineCore:
         """
         if not self._live:
             return []
+        now = time.monotonic()
         planned, logits = self._execute()
+        self._note_started(planned, now)
         self.counters.steps += 1
         self.counters.computed += planned.total_tokens
         return self._finalize(planned, logits)
+
+    def _note_started(self, planned: SchedulerOutput, now: float) -> None:
+        for scheduled in planned.scheduled:
+            live = self._live.get(scheduled.request.request_id)
+            if live is not None and live.started is None:
+                live.started = now
 
     def _execute(self) -> tuple[SchedulerOutput, torch.Tensor]:
         """Schedule and compute one step; in smaller pieces where memory does not suffice."""
@@ -212,8 +227,11 @@ class EngineCore:
         finished = self._live[request.request_id].checker.append(request.output_token_ids[-1])
         if finished is not None:
             self.scheduler.finish(request.request_id)
-            del self._live[request.request_id]
-            yield self._output(request, finished)
+            live = self._live.pop(request.request_id)
+            output, now = self._output(request, finished), time.monotonic()
+            started = now if live.started is None else live.started
+            output.queue_seconds, output.run_seconds = started - live.added, now - started
+            yield output
 
     def _nonfinite(self, request: Request) -> Output:
         """A row whose logits are not finite is an error row; nothing of it may be shared."""
@@ -244,6 +262,7 @@ class EngineCore:
             completion_tokens=len(request.output_token_ids),
             cached_tokens=request.num_cached_tokens,
             preemptions=request.num_preemptions,
+            control_tokens=request.control_tokens,
         )
 
 

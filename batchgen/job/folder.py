@@ -7,7 +7,7 @@ data/part-NNNNNN.*           committed parts
 .batchgen/commits/           which parts were committed, with checksums
 .batchgen/index/             where each part begins in the input, with content hashes
 .batchgen/journal/           results and partial results that are in no part yet
-.batchgen/stats/             what depends on scheduling
+.batchgen/stats/             what depends on scheduling, see `run_stats.py`
 .batchgen/quarantine/        torn or foreign files
 .batchgen/lease.json  .batchgen/lock
 """

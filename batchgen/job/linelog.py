@@ -83,15 +83,20 @@ def read_lines(path: Path, damaged: list[str] | None = None) -> Iterator[dict[st
                 damaged.append(f"{path} line {number}: torn or damaged, left out")
 
 
-def read_folder(folder: Path, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The intact records of all logs of a folder, oldest epoch first."""
-    for path in sorted(folder.glob("e*.jsonl")):
+def read_folder(folder: Path, damaged: list[str] | None = None, kind: str = "e") -> Iterator[dict[str, Any]]:
+    """The intact records of all logs of one kind in a folder, oldest epoch first."""
+    for path in sorted(folder.glob(f"{kind}[0-9]*.jsonl")):
         yield from read_lines(path, damaged)
 
 
-def log_name(epoch: int) -> str:
-    """File name of the log that the owner of `epoch` writes; names sort by epoch."""
-    return f"e{epoch:06d}.jsonl"
+def log_name(epoch: int, kind: str = "e") -> str:
+    """File name of the log that the owner of `epoch` writes; names sort by epoch.
+
+    Args:
+        epoch: the claim.
+        kind: a letter, where a folder holds logs of several kinds.
+    """
+    return f"{kind}{epoch:06d}.jsonl"
 
 
 def _decode_line(line: bytes) -> dict[str, Any] | None:

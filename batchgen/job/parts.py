@@ -6,6 +6,7 @@ recorded; then it is renamed. A file in `data/` that no record describes is torn
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,8 @@ from batchgen.data.sink import Record, write_part
 from batchgen.job.files import OS_FILES, FileOps, storage, storage_error
 from batchgen.job.folder import PART_NAME, TEMPORARY, JobFolder
 from batchgen.job.linelog import LineLog, log_name, read_folder
+from batchgen.job.part_summary import PartSummary, Summariser, summarised
+from batchgen.job.run_stats import PARTS
 from batchgen.types import StorageError
 
 _CHUNK = 1024 * 1024
@@ -111,6 +114,7 @@ class PartStore:
         self._epoch = epoch
         self._files = files
         self._log = LineLog(folder.commits / log_name(epoch), files)
+        self._summaries = LineLog(folder.stats / log_name(epoch, PARTS), files)
         self.committed: dict[int, PartCommit] = {}
 
     def recognise(self, say: Callable[[str], None], still_owner: Callable[[], None]) -> None:
@@ -160,9 +164,10 @@ class PartStore:
         """
         final = self._folder.part(part, self._suffix)
         temporary = final.with_name(f"{TEMPORARY}{final.name}-{uuid.uuid4().hex[:12]}")
-        counts = Counts()
+        counts, summariser = Counts(), Summariser()
+        counted = _counted(summarised(records, summariser), counts)
         try:
-            written = write_part(temporary, _counted(records, counts), plan, compression=compression)
+            written = write_part(temporary, counted, plan, compression=compression)
         except StorageError as error:
             if isinstance(error.__cause__, OSError):
                 raise storage_error(final, error.__cause__, size) from error
@@ -173,6 +178,8 @@ class PartStore:
                 commit = PartCommit(
                     part, final.name, written.rows, written.bytes, written.digest, mtime, counts
                 )
+                summary = summariser.result().to_json()
+                self._summaries.append([{"part": part, "digest": written.digest, "summary": summary}])
                 self._log.append([commit.to_json()])
                 self._log.sync()
                 still_owner()
@@ -185,8 +192,9 @@ class PartStore:
         return commit
 
     def close(self) -> None:
-        """Close the log."""
+        """Close the logs."""
         self._log.close()
+        self._summaries.close()
 
 
 def recognise_parts(folder: JobFolder, damaged: list[str] | None = None) -> dict[int, PartCommit]:
@@ -200,6 +208,15 @@ def recognise_parts(folder: JobFolder, damaged: list[str] | None = None) -> dict
         match = next((c for c in reversed(commits) if c.matches(folder.data / c.file)), None)
         if match is not None:
             found[part] = match
+    return found
+
+
+def read_summaries(folder: JobFolder, damaged: list[str]) -> dict[str, PartSummary]:
+    """What each part holds, by the digest of its file; parts of which nothing is known are missing."""
+    found = {}
+    for record in read_folder(folder.stats, damaged, PARTS):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            found[record["digest"]] = PartSummary.from_json(record["summary"])
     return found
 
 

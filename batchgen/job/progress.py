@@ -27,7 +27,9 @@ class Progress:
         parts_done: committed parts.
         running, waiting: rows in the engine.
         prompt_tokens, cached_tokens, output_tokens, preemptions: of this attempt.
-        pool_used: share of the cache in use, or blocks, as the engine reports it.
+        pool_used, pool_total: blocks of the cache, over all workers.
+        pool_waste: mean share of the cache that held nothing useful although it could have, over all
+            workers.
         seconds: since this attempt began.
         workers: worker processes that run.
     """
@@ -46,7 +48,8 @@ class Progress:
     cached_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
-    pool_used: float = 0
+    pool_used: int = 0
+    pool_total: int = 0
     pool_waste: float = 0
     seconds: float = 0.0
     workers: int = 0

@@ -14,12 +14,12 @@ from batchgen.job.fingerprints import check_drift, diff
 from batchgen.job.folder import JobFolder
 from batchgen.job.index import InputIndex
 from batchgen.job.journal import JournalWriter, Kind, ResultRecord, SegmentName
-from batchgen.job.linelog import LineLog, log_name
 from batchgen.job.manifest import Manifest, load_manifest
 from batchgen.job.part_reader import PartRow, read_part
 from batchgen.job.parts import Counts, PartStore
 from batchgen.job.replay import FoundResult, Replay, replay
 from batchgen.job.run_options import JobSetup
+from batchgen.job.run_stats import RunStats
 from batchgen.types import DriftError, StorageError
 
 
@@ -41,7 +41,7 @@ class OpenJob:
     index: InputIndex
     parts: PartStore
     journal: JournalWriter
-    stats: LineLog
+    stats: RunStats
     found: Replay
     counts: Counts
     limit: int | None
@@ -153,7 +153,7 @@ def open_job(setup: JobSetup, folder: JobFolder, claim: Claim, say: Callable[[st
         index=index,
         parts=parts,
         journal=JournalWriter(folder.journal, manifest.job_id, claim.epoch),
-        stats=LineLog(folder.stats / log_name(claim.epoch)),
+        stats=RunStats(folder, claim.epoch),
         found=found,
         counts=Counts(),
         limit=setup.limit,

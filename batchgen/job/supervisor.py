@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchgen.data.row import Row
@@ -26,6 +27,7 @@ from batchgen.job.parts import PartCommit
 from batchgen.job.progress import TOKEN_COUNTERS, Progress, save_progress
 from batchgen.job.recovery import OpenJob
 from batchgen.job.run_options import Launcher, RunOptions
+from batchgen.job.run_stats import RowStats
 from batchgen.job.window import OpenPart, Pending, Window
 from batchgen.job.workers import WorkerState, describe_exit
 from batchgen.types import BatchgenError, EngineError, InputError, OwnershipError, StorageError, UsageError
@@ -45,7 +47,7 @@ class _Uncommitted:
     """What the next commit makes final: rows with their counts and stats."""
 
     counts: list[tuple[str, Any]] = field(default_factory=list)
-    stats: list[dict[str, Any]] = field(default_factory=list)
+    stats: RowStats = field(default_factory=RowStats)
 
 
 class Supervisor:
@@ -95,7 +97,7 @@ class Supervisor:
             parts=options.window_parts or FEWEST_PARTS,
             counts=job.counts,
             on_bad_row=self._bad_row,
-            on_notes=self._note_row,
+            on_notes=job.stats.add_notes,
         )
         self._rows_before = job.counts.rows
         self._workers: list[WorkerState] = []
@@ -205,9 +207,6 @@ class Supervisor:
                 "fix the row, or let bad rows be recorded"
             )
 
-    def _note_row(self, row: Row) -> None:
-        self._uncommitted.stats.append({"row": row.ordinal, "notes": list(row.notes)})
-
     # Workers.
 
     def _start_worker(self) -> None:
@@ -281,8 +280,7 @@ class Supervisor:
         self._barren_deaths = 0
         self._job.journal.append(Kind.RESULT, row, ResultRecord(pending.digest, result).pack())
         self._uncommitted.counts.append((result["status"], result["usage"]))
-        kept = {key: value for key, value in stats.items() if key != "output_token_ids"}
-        self._uncommitted.stats.append({"row": row, "worker": worker.number, **kept})
+        self._uncommitted.stats.add(row, worker.number, stats)
         if self._options.fail_fast and result["status"] == "error" and self._stopping is None:
             error_class, text = result["error"]
             error = InputError(f"row {row} failed ({error_class}: {text}) and run.fail_fast is set")
@@ -350,7 +348,7 @@ class Supervisor:
         for worker in self._workers:
             worker.committed()
         job.index.sync()
-        job.stats.append(batch.stats)
+        job.stats.add_rows(batch.stats)
 
     def _assemble(self) -> None:
         """Hand whole parts to the thread that writes them."""
@@ -393,7 +391,9 @@ class Supervisor:
             self._checkpoint()
         if now >= self._next_report:
             self._next_report = now + PROGRESS_SECONDS
-            self._report(self._progress())
+            progress = self._progress()
+            self._job.stats.sample(progress.seconds, asdict(progress))
+            self._report(progress)
         if self._stopping is not None:
             self._press(self._stopping, now)
         elif self._options.max_time is not None and now - self._started >= self._options.max_time:
@@ -464,6 +464,8 @@ class Supervisor:
         final = self._progress()
         final.state = "done" if self._stopping is None else "stopped"
         save_progress(self._job.folder, self._attempt.number, final)
+        with suppress(StorageError):
+            self._job.stats.sample_now(final.seconds, asdict(final))
         self._report(final)
 
     def _drain_assembled(self) -> None:
@@ -493,7 +495,7 @@ class Supervisor:
             workers=len(self._workers),
         )
         for counters in (self._past_tokens, *(worker.progress for worker in self._workers)):
-            for name in ("running", "waiting", "pool_used", "pool_waste", *TOKEN_COUNTERS):
+            for name in ("running", "waiting", "pool_used", "pool_total", "pool_waste", *TOKEN_COUNTERS):
                 setattr(progress, name, getattr(progress, name) + counters.get(name, 0))
         return progress
 

@@ -50,12 +50,14 @@ class OpenPart:
         indexer: digests of the rows that were read.
         done: row to where its result lies; None for a row that could not be read and needs no result.
         entry: set when all of its rows have been read.
+        notes: what was repaired while reading: rows, and the first of them.
     """
 
     part: int
     indexer: PartIndexer
     done: dict[int, Location | None] = field(default_factory=dict)
     entry: PartIndexEntry | None = None
+    notes: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def whole(self) -> bool:
@@ -77,7 +79,8 @@ class Window:
         parts: most parts that are open at a time.
         counts: gets the rows that need to run no more.
         on_bad_row: called with each row that could not be read; may raise InputError.
-        on_notes: called with each row of which something was repaired while reading.
+        on_notes: called with each part in which something was repaired while reading, once it is read: its
+            number, and by note how many rows and the first of them.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Window:
         parts: int,
         counts: Counts,
         on_bad_row: Callable[[Row], None],
-        on_notes: Callable[[Row], None],
+        on_notes: Callable[[int, Mapping[str, list[int]]], None],
     ) -> None:
         self._inputs = inputs
         self._index = index
@@ -220,8 +223,8 @@ class Window:
             self._index.check(part.indexer.entry(), self._input_name())
 
     def _place(self, part: OpenPart, row: Row) -> Pending | None:
-        if row.notes:
-            self._on_notes(row)
+        for note in row.notes:
+            part.notes.setdefault(note, [0, row.ordinal])[0] += 1
         if row.error is not None:
             part.done[row.ordinal] = None
             self._counts.count("error", None)
@@ -240,6 +243,8 @@ class Window:
     def _close_reading(self, part: OpenPart) -> None:
         part.entry = part.indexer.entry()
         self._index.record(part.entry, self._position)
+        if part.notes:
+            self._on_notes(part.part, part.notes)
         self._reading = None
 
     def _end_of_input(self, part: OpenPart) -> None:

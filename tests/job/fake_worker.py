@@ -121,7 +121,8 @@ class FakeWorker:
                 self.sampled += 1
             if len(row.ids) == len(row.wanted):
                 self.running.remove(row)
-                results.append([row.row, self.result(row), {"cached_tokens": self.sampled % 7}])
+                stats = {"cached_tokens": self.sampled % 7, "queue_ms": 2, "run_ms": 10 * len(row.wanted)}
+                results.append([row.row, self.result(row), stats])
         if self.running or results:
             time.sleep(self.config["step_seconds"])
         self.counters.update(sampled=self.sampled, computed=self.sampled)
