@@ -10,12 +10,16 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 import batchgen
 from batchgen.cli.terminal import safe
 from batchgen.types import BatchgenError
+
+if TYPE_CHECKING:
+    from batchgen.job.run_options import Launcher
 
 VERBS = ("run", "validate", "show", "status", "verify", "version")
 SECOND_INTERRUPT = 130
@@ -48,10 +52,15 @@ def group() -> None:
     """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line (default: the process's own) and return the exit code."""
+def main(arguments: Sequence[str] | None = None, *, launch: Launcher | None = None) -> int:
+    """Run one command line and return the exit code.
+
+    Args:
+        arguments: the command line; default: the process's own.
+        launch: starts the worker processes of `run`; default: `batchgen.dist.handle.launch_worker`.
+    """
     try:
-        result = group.main(args=arguments, prog_name="batchgen", standalone_mode=False)
+        result = group.main(args=arguments, prog_name="batchgen", standalone_mode=False, obj=launch)
         return result if isinstance(result, int) else 0
     except click.Abort:
         return SECOND_INTERRUPT

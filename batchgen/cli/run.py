@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from batchgen.cli.checks import Prepared
     from batchgen.cli.progress import Display
     from batchgen.job.load import Override
-    from batchgen.job.run_options import JobSetup
+    from batchgen.job.run_options import JobSetup, Launcher
     from batchgen.job.spec import JobSpec
 
 ROWS_FOR_IDS = 10_000
@@ -32,7 +32,9 @@ ROWS_FOR_IDS = 10_000
     type=click.Choice(["auto", "bar", "plain", "json", "none"]),
     help="How to show progress (run.progress).",
 )
+@click.pass_obj
 def command(
+    launch: Launcher | None,
     job: Path,
     limit: int | None,
     sets: tuple[str, ...],
@@ -57,7 +59,7 @@ def command(
         with closing(make_progress(spec.run.progress)) as display:
             for note in (*spec.notes, *report.notes):
                 display.note(f"note: {note}")
-            return _run(spec, setup, display, overwrite=overwrite)
+            return _run(spec, setup, display, launch, overwrite=overwrite)
 
 
 def _flags(limit: int | None, max_time: str | None, progress: str | None) -> list[Override]:
@@ -85,7 +87,9 @@ def _setup(spec: JobSpec, found: Prepared) -> JobSetup:
     return setup_from_spec(spec, found.inputs, found.prompt, prints, worker_config(spec, found.prompt))
 
 
-def _run(spec: JobSpec, setup: JobSetup, display: Display, *, overwrite: bool) -> int:
+def _run(
+    spec: JobSpec, setup: JobSetup, display: Display, launch: Launcher | None, *, overwrite: bool
+) -> int:
     from batchgen.cli.progress import Tally
     from batchgen.dist.handle import launch_worker
     from batchgen.job.run import run_job
@@ -93,7 +97,7 @@ def _run(spec: JobSpec, setup: JobSetup, display: Display, *, overwrite: bool) -
 
     tally = Tally(display)
     options = options_from_spec(spec, overwrite=overwrite)
-    result = run_job(setup, options, launch=launch_worker, report=tally.update, say=display.note)
+    result = run_job(setup, options, launch=launch or launch_worker, report=tally.update, say=display.note)
     display.note(result.reason)
     if spoken := tally.lines():
         for line in (*spoken, f"results: {setup.output / 'data'}"):

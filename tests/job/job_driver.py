@@ -1,4 +1,4 @@
-"""Runs a job with the fake worker, in this process or as a program that tests can kill.
+"""Runs a job with the fake engine, in this process or as a program that tests can kill.
 
 As a program: `python job_driver.py SETTINGS.json`; prints what `run_job` says, exits with its code.
 """
@@ -12,27 +12,26 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+from fake_engine import launcher
 
 from batchgen.data.results import plan_output
 from batchgen.data.sink import part_suffix
 from batchgen.data.source import open_input
-from batchgen.dist.handle import launch_worker
 from batchgen.job.files import FileOps
 from batchgen.job.fingerprints import Fingerprints
 from batchgen.job.run import run_job
-from batchgen.job.run_options import JobSetup, RunOptions, RunResult
+from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
 from batchgen.types import BatchgenError
 
 CRASHED = 99
-FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 
 
 @dataclass(kw_only=True)
 class Settings:
-    """A job with the fake worker; JSON-able."""
+    """A job with the fake engine; JSON-able. `worker` holds arguments of `fake_engine.Behaviour`."""
 
     output: str
     input: str
@@ -41,13 +40,24 @@ class Settings:
     part_rows: int = 10
     limit: int | None = None
     temperature: float = 0.0
+    seed: int = 1
+    max_tokens: int = 20
+    max_num_seqs: int = 8
     worker: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     crash_at: int | None = None
 
     def worker_config(self) -> dict[str, Any]:
-        fast = {"seed": 1, "max_tokens": 20, "max_running": 8, "want_rows": 16, "step_seconds": 0.0005}
-        return {**fast, **self.worker}
+        return {
+            "model": "fake",
+            "prompt": {"mode": "completion"},
+            "sampling": {"max_tokens": self.max_tokens, "seed": self.seed},
+            "order": "input",
+            "engine": {"max_num_seqs": self.max_num_seqs},
+        }
+
+    def launcher(self) -> Launcher:
+        return launcher({"tokens_per_step": 1, "step_seconds": 0.0005, **self.worker})
 
     def run_options(self) -> RunOptions:
         quick: dict[str, Any] = {"checkpoint_seconds": 0.05, "min_free_disk": 0, "lease_seconds": 2.0}
@@ -83,9 +93,7 @@ def run_here(settings: Settings, said: list[str] | None = None) -> RunResult:
     setup = setup_of(settings)
     try:
         say = (lambda sentence: None) if said is None else said.append
-        return run_job(
-            setup, settings.run_options(), launch=partial(launch_worker, command=FAKE_WORKER), say=say
-        )
+        return run_job(setup, settings.run_options(), launch=settings.launcher(), say=say)
     finally:
         setup.inputs.close()
 
@@ -94,6 +102,7 @@ def start(settings: Settings) -> subprocess.Popen[str]:
     """Run as a process of its own."""
     return subprocess.Popen(
         [sys.executable, __file__, json.dumps(asdict(settings))],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -133,7 +142,7 @@ def main() -> int:
         result = run_job(
             setup,
             settings.run_options(),
-            launch=partial(launch_worker, command=FAKE_WORKER),
+            launch=settings.launcher(),
             say=lambda sentence: print(sentence, flush=True),
         )
         print(result.reason, flush=True)

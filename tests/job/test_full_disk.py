@@ -37,8 +37,8 @@ def long_text_job(tmp_path: Path, output: Path) -> Settings:
     path = tmp_path / "in.jsonl"
     if not path.exists():
         write_jsonl(path, 250)
-    worker = {"max_tokens": 3000, "step_seconds": 0, "max_running": 40, "want_rows": 80}
-    return Settings(output=str(output), input=str(path), part_rows=20, worker=worker)
+    size: dict[str, Any] = {"part_rows": 20, "max_tokens": 3000, "max_num_seqs": 40}
+    return Settings(output=str(output), input=str(path), worker={"step_seconds": 0}, **size)
 
 
 def test_a_full_disk_keeps_committed_rows_and_resumes(tmp_path: Path, small_disk: Path) -> None:

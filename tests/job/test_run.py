@@ -1,4 +1,4 @@
-"""A whole job with the fake worker: every row once, in order, and how runs end."""
+"""A whole job with the fake engine: every row once, in order, and how runs end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_worker import text, tokens
+from fake_engine import MAX_MODEL_LEN, answer, prompt_ids, text_of
 from job_driver import Settings, run_here
 from job_inputs import data_bytes, read_output, write_jsonl, write_parquet
 
@@ -31,15 +31,26 @@ def job(tmp_path: Path, rows: int = 60, name: str = "out", **changes: Any) -> Se
     return Settings(output=str(tmp_path / name), input=str(path), **changes)
 
 
+def faulty(do: str, **changes: Any) -> dict[str, Any]:
+    """An engine with one fault."""
+    return {"faults": [{"do": do, **changes}]}
+
+
+def failing(*rows: int) -> dict[str, Any]:
+    """An engine that makes errors of rows."""
+    return faulty("context_length", rows=rows, message="too long")
+
+
 def check_rows(settings: Settings, rows: int) -> list[dict[str, Any]]:
     """Every row once, in order, with the right text."""
     read = read_output(Path(settings.output))
     assert [r["row"] for r in read] == list(range(rows))
-    config = settings.worker_config()
     for r in read:
         if r["status"] == "ok":
-            expected = tokens(config["seed"], r["row"], config["max_tokens"])
-            assert r["generated_text"] == text(expected, f"prompt {r['row']}")
+            prompt = prompt_ids(f"prompt {r['row']}")
+            assert r["generated_text"] == text_of(
+                answer(settings.seed, r["row"], prompt, settings.max_tokens)
+            )
     return read
 
 
@@ -116,7 +127,7 @@ def test_another_job_is_refused_and_overwrite_starts_over(tmp_path: Path) -> Non
     with pytest.raises(DriftError, match=r"sampling.temperature\n.*- 0.0\n.*\+ 0.5"):
         run_here(settings)
     settings.options = {"overwrite": True}
-    settings.worker = {"seed": 2}
+    settings.seed = 2
     assert run_here(settings).exit_code == 0
     check_rows(settings, 60)
     assert [a.number for a in read_attempts(JobFolder(tmp_path / "out"))] == [2]
@@ -140,13 +151,13 @@ def test_no_worker_starts_when_nothing_has_to_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("most", "code"), [(None, 0), (10, 0), (4, 8), (0.5, 0), (0.01, 8), (1.0, 0)])
 def test_max_errors_finishes_and_exits_8(tmp_path: Path, most: float | None, code: int) -> None:
-    settings = job(tmp_path, worker={"error_rows": [1, 2]}, options={"max_errors": most})
+    settings = job(tmp_path, worker=failing(1, 2), options={"max_errors": most})
     assert run_here(settings).exit_code == code
     assert len(read_output(tmp_path / "out")) == 60
 
 
 def test_a_bad_row_can_stop_the_run_with_what_was_done_kept(tmp_path: Path) -> None:
-    settings = job(tmp_path, options={"stop_on_bad_row": True}, worker={"want_rows": 4}, part_rows=4)
+    settings = job(tmp_path, options={"stop_on_bad_row": True}, max_num_seqs=1, part_rows=4)
     with pytest.raises(InputError, match=r"row 16 is bad .*in.jsonl line 17.*fix the row"):
         run_here(settings)
     settings.options = {}
@@ -157,7 +168,7 @@ def test_a_bad_row_can_stop_the_run_with_what_was_done_kept(tmp_path: Path) -> N
 def test_fail_fast_stops_at_the_first_failed_row(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(f'{{"prompt": "prompt {row}"}}\n' for row in range(60)))
-    settings = job(tmp_path, worker={"error_rows": [30]}, options={"fail_fast": True})
+    settings = job(tmp_path, worker=failing(30), options={"fail_fast": True})
     with pytest.raises(InputError, match="row 30 failed"):
         run_here(settings)
     settings.options = {}
@@ -166,7 +177,7 @@ def test_fail_fast_stops_at_the_first_failed_row(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
-    settings = job(tmp_path, worker={"kill_after_tokens": 300})
+    settings = job(tmp_path, worker=faulty("kill", after_tokens=300))
     said: list[str] = []
     assert run_here(settings, said).exit_code == 0
     check_rows(settings, 60)
@@ -177,7 +188,7 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_never_gets_anywhere_is_an_engine_error(tmp_path: Path) -> None:
-    settings = job(tmp_path, worker={"poison_rows": [0]})
+    settings = job(tmp_path, worker=faulty("exit", rows=[0]))
     with pytest.raises(EngineError, match=r"exit code 11, 3 times.*last words:\s+the fake engine chokes"):
         run_here(settings)
     settings.worker = {}
@@ -186,7 +197,7 @@ def test_a_worker_that_never_gets_anywhere_is_an_engine_error(tmp_path: Path) ->
 
 
 def test_an_engine_that_fails_is_started_anew_while_it_gets_on(tmp_path: Path) -> None:
-    worker = {"fatal_after_tokens": 300, "fatal": {"exit_code": 7, "message": "out of luck"}}
+    worker = faulty("fatal", after_tokens=300, exit_code=7, message="out of luck")
     settings = job(tmp_path, worker=worker)
     said: list[str] = []
     run_here(settings, said)
@@ -196,7 +207,7 @@ def test_an_engine_that_fails_is_started_anew_while_it_gets_on(tmp_path: Path) -
 
 @pytest.mark.parametrize(("code", "kind"), [(2, UsageError), (3, InputError)])
 def test_a_fatal_message_ends_the_run(tmp_path: Path, code: int, kind: type[BatchgenError]) -> None:
-    worker = {"fatal_after_tokens": 100, "fatal": {"exit_code": code, "message": "out of luck"}}
+    worker = faulty("fatal", after_tokens=100, exit_code=code, message="out of luck")
     settings = job(tmp_path, worker=worker)
     with pytest.raises(kind, match=r"^out of luck$"):
         run_here(settings)
@@ -205,18 +216,22 @@ def test_a_fatal_message_ends_the_run(tmp_path: Path, code: int, kind: type[Batc
 
 
 def test_the_first_worker_pins_numeric_choices(tmp_path: Path) -> None:
-    settings = job(tmp_path, worker={"kill_after_tokens": 300})
+    settings = job(tmp_path, worker=faulty("kill", after_tokens=300))
     run_here(settings)
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
-    assert manifest["pinned"] == {"dtype": "float32", "max_model_len": 64}
+    assert manifest["pinned"] == {
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "generation_defaults": {},
+    }
     (tmp_path / "out/data/part-000000.jsonl").unlink()
-    settings.worker = {"change_pinned": {"dtype": "bfloat16"}}
+    settings.worker = {"pinned": {"dtype": "bfloat16"}}
     with pytest.raises(DriftError, match=r"numeric choices.*\n.*dtype\n.*float32.*\n.*bfloat16"):
         run_here(settings)
 
 
 def test_a_changed_input_is_noticed_when_it_is_read_again(tmp_path: Path) -> None:
-    settings = job(tmp_path, worker={"fatal_after_tokens": 100, "fatal": {"exit_code": 2, "message": "x"}})
+    settings = job(tmp_path, worker=faulty("fatal", after_tokens=100, exit_code=2))
     with pytest.raises(UsageError):
         run_here(settings)
     path = Path(settings.input)
@@ -286,8 +301,8 @@ def peak_of(tmp_path: Path, rows: int) -> int:
     """Peak resident kilobytes of the supervisor's process."""
     folder = tmp_path / str(rows)
     folder.mkdir()
-    worker = {"step_seconds": 0, "max_tokens": 1, "max_running": 200, "want_rows": 400}
-    settings = job(folder, rows=rows, part_rows=100, worker=worker, options={"checkpoint_seconds": 0.2})
+    size = {"rows": rows, "part_rows": 100, "max_tokens": 1, "max_num_seqs": 200}
+    settings = job(folder, worker={"step_seconds": 0}, options={"checkpoint_seconds": 0.2}, **size)
     program = (
         "import sys, json, resource; sys.path.insert(0, sys.argv[2]); import job_driver;"
         "job_driver.run_here(job_driver.Settings(**json.loads(sys.argv[1])));"
@@ -305,7 +320,7 @@ def peak_of(tmp_path: Path, rows: int) -> int:
 
 def test_a_half_finished_overwrite_never_mixes_two_jobs(tmp_path: Path) -> None:
     """Killed after the manifest was removed: what the old job left must not count for the new one."""
-    run_here(job(tmp_path, worker={"seed": 2}))
+    run_here(job(tmp_path, seed=2))
     (tmp_path / "out/manifest.json").unlink()
     (tmp_path / "out/_SUCCESS").unlink()
     next(iter(sorted((tmp_path / "out/data").iterdir()))).unlink()

@@ -19,7 +19,7 @@ from batchgen.job.status import JobStatus, read_status
 from batchgen.job.verify import VerifyReport, verify_folder
 from batchgen.types import InputError, UsageError
 
-FATAL = {"fatal_after_tokens": 200, "fatal": {"exit_code": 3, "message": "the card fell out"}}
+FATAL = {"faults": [{"do": "fatal", "after_tokens": 200, "exit_code": 3, "message": "the card fell out"}]}
 
 
 def job(tmp_path: Path, **changes: Any) -> Settings:

@@ -1,0 +1,288 @@
+"""The loop of an engine worker: take rows, step the engine, send what finished.
+
+`batchgen.dist.worker` calls `serve` with what builds the engine. Nothing here imports torch. A worker holds
+no state that matters: whatever it loses, the supervisor sends again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+from batchgen.core.stats import SchedulerStats
+from batchgen.dist.channel import Channel, ChannelClosed, die_with_parent
+from batchgen.dist.intake import Closed, Intake
+from batchgen.job.counters import CounterWriter
+from batchgen.text.prompt import PromptRenderer
+from batchgen.types import BatchgenError, EngineError, Output, Request, RowError, SamplingParams
+
+PROGRESS_SECONDS = 1.0
+IDLE_SECONDS = 0.2
+LOOKAHEAD = 4
+logger = logging.getLogger("batchgen.worker")
+
+
+class Queues(Protocol):
+    """How full the engine is; `batchgen.core.scheduler.Scheduler` is one."""
+
+    stats: SchedulerStats
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+
+
+class Totals(Protocol):
+    """Tokens since the engine started; `batchgen.engine.core.EngineCounters` is one."""
+
+    computed: int
+    sampled: int
+
+
+class Core(Protocol):
+    """What the loop asks of an engine; `batchgen.engine.core.EngineCore` is one."""
+
+    max_model_len: int
+
+    @property
+    def counters(self) -> Totals: ...
+    @property
+    def scheduler(self) -> Queues: ...
+    @property
+    def num_unfinished(self) -> int: ...
+    def add(self, request: Request) -> Output | None: ...
+    def step(self) -> list[Output]: ...
+    def partials(self) -> list[tuple[int, int, list[int]]]: ...
+    def drop_unstarted(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyEngine:
+    """An engine that has loaded its model, and what belongs to it.
+
+    Args:
+        core: takes requests and steps.
+        renderer: from columns to token ids.
+        sampling: of every row.
+        max_num_seqs: most requests that run at once.
+        pinned: numeric choices that a resumed job must repeat.
+        facts: the machine and the libraries.
+        notes: sentences for the user.
+    """
+
+    core: Core
+    renderer: PromptRenderer
+    sampling: SamplingParams
+    max_num_seqs: int
+    pinned: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+Build = Callable[[Mapping[str, Any]], ReadyEngine]
+"""From the `config` of the start message to an engine. Raises BatchgenError: the job cannot run here."""
+
+
+class WorkerLoop:
+    """One engine behind one channel.
+
+    Args:
+        channel: to the supervisor.
+        config: the `start` message's configuration.
+        build: makes the engine of it.
+    """
+
+    def __init__(self, channel: Channel, config: Mapping[str, Any], build: Build) -> None:
+        self._channel = channel
+        self._counters = CounterWriter(config["counters"])
+        self._engine = build(config)
+        self._core = self._engine.core
+        self._max_seqs = self._engine.max_num_seqs
+        self._draining = False
+        self._stopping = False
+        self._last_progress = 0.0
+        self._intake = Intake(
+            channel,
+            self._engine.renderer,
+            self._engine.sampling,
+            self._core.max_model_len,
+            config.get("order", "prefix"),
+        )
+
+    def run(self) -> None:
+        """Announce readiness, then work until told to stop.
+
+        Raises:
+            ChannelClosed: the supervisor is gone.
+            EngineError: the engine cannot go on.
+        """
+        self._send_ready()
+        while not self._stopping:
+            self._handle_control()
+            self._admit()
+            outputs = self._core.step()
+            self._count()
+            # Ahead of the last results, after which the supervisor may have heard enough.
+            self._send_progress(now=bool(outputs) and not self._core.num_unfinished)
+            self._send_results(outputs)
+            if not self._core.num_unfinished:
+                self._intake.wait(IDLE_SECONDS)
+        self._send_partials(None)
+        self._core.close()
+
+    def _send_ready(self) -> None:
+        engine = self._engine
+        self._channel.send(
+            {
+                "type": "ready",
+                "pinned": engine.pinned,
+                "facts": engine.facts,
+                "notes": engine.notes,
+                "want_rows": LOOKAHEAD * self._max_seqs,
+            }
+        )
+
+    def _handle_control(self) -> None:
+        for message in self._intake.control():
+            if isinstance(message, Closed):
+                if isinstance(message.error, Exception):
+                    raise message.error
+                if message.error is not None:
+                    raise EngineError(f"reading rows failed: {message.error!r}") from message.error
+                raise ChannelClosed("the supervisor closed the channel")
+            self._obey(message)
+
+    def _obey(self, message: Mapping[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "checkpoint":
+            self._send_partials(message["id"])
+        elif kind == "drain":
+            self._draining = True
+            self._intake.discard()
+            self._core.drop_unstarted()
+        elif kind == "stop":
+            self._stopping = True
+        else:
+            raise ValueError(f"unknown message {kind!r} from the supervisor")
+
+    def _admit(self) -> None:
+        """Keep enough requests in the engine that it never runs dry, and no more."""
+        if self._draining:
+            self._intake.discard()
+            return
+        room = 2 * self._max_seqs - self._core.num_unfinished
+        rejected = []
+        for item in self._intake.take(max(room, 0)):
+            output = item if isinstance(item, Output) else self._core.add(item)
+            if output is not None:
+                rejected.append(output)
+        self._send_results(rejected)
+
+    def _send_results(self, outputs: list[Output]) -> None:
+        if outputs:
+            rows = [[o.request_id, _result(o), _stats(o)] for o in outputs]
+            self._channel.send({"type": "results", "rows": rows})
+
+    def _send_partials(self, checkpoint: int | None) -> None:
+        rows = [list(p) for p in self._core.partials()]
+        sampled = self._core.counters.sampled
+        self._channel.send({"type": "partials", "id": checkpoint, "rows": rows, "sampled": sampled})
+
+    def _count(self) -> None:
+        counters = self._core.counters
+        self._counters.update(sampled=counters.sampled, computed=counters.computed)
+
+    def _send_progress(self, *, now: bool) -> None:
+        clock = time.monotonic()
+        if not now and clock - self._last_progress < PROGRESS_SECONDS:
+            return
+        self._last_progress = clock
+        core, stats = self._core, self._core.scheduler.stats
+        self._channel.send(
+            {
+                "type": "progress",
+                "running": core.scheduler.num_running,
+                "waiting": core.scheduler.num_waiting,
+                "prompt_tokens": stats.prompt_tokens,
+                "cached_tokens": stats.cached_tokens,
+                "output_tokens": core.counters.sampled,
+                "preemptions": stats.preemptions,
+                "pool_used": stats.pool_used,
+                "pool_total": stats.pool_total,
+                "pool_waste": stats.waste,
+            }
+        )
+
+
+def _result(output: Output) -> dict[str, Any]:
+    """What goes to the journal: a function of the row, never of scheduling."""
+    error: RowError | None = output.error
+    return {
+        "status": "ok" if error is None else "error",
+        "text": output.text if error is None else None,
+        "finish_reason": output.finish_reason.value if output.finish_reason else None,
+        "stop_reason": None if output.stop_reason is None else str(output.stop_reason),
+        "error": None if error is None else [error.error_class.value, error.message],
+        "usage": [output.prompt_tokens, output.completion_tokens, output.truncated_tokens],
+    }
+
+
+def _stats(output: Output) -> dict[str, Any]:
+    return {
+        "cached_tokens": output.cached_tokens,
+        "preemptions": output.preemptions,
+        "queue_ms": round(1000 * output.queue_seconds),
+        "run_ms": round(1000 * output.run_seconds),
+        "control_tokens": output.control_tokens,
+    }
+
+
+def serve(build: Build) -> NoReturn:
+    """Be the worker process of the supervisor that started this one; `--fd N` is its channel."""
+    code = _serve(build)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Skip the interpreter's teardown: the intake thread may be blocked in a read, and torch's
+    # thread pools need not be joined by a process that has nothing left to say.
+    os._exit(code)
+
+
+def _serve(build: Build) -> int:
+    die_with_parent()
+    # A signal to the whole job (systemd, Slurm) is the supervisor's to answer: it drains us.
+    for asked in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(asked, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="batchgen.dist.worker")
+    parser.add_argument("--fd", type=int, required=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    try:
+        channel = Channel.from_fd(parser.parse_args().fd)
+    except ChannelClosed:
+        return 0
+    try:
+        WorkerLoop(channel, channel.receive()["config"], build).run()
+    except ChannelClosed:
+        return 0
+    except BatchgenError as error:
+        return _fatal(channel, error.exit_code, str(error))
+    except Exception as error:
+        logger.exception("the engine failed")
+        return _fatal(channel, 7, f"{type(error).__name__}: {error}")
+    return 0
+
+
+def _fatal(channel: Channel, exit_code: int, message: str) -> int:
+    try:
+        channel.send({"type": "fatal", "exit_code": exit_code, "message": message})
+    except ChannelClosed:
+        logger.error("the supervisor is gone: %s", message)
+    return exit_code
