@@ -20,6 +20,7 @@ from batchgen.types import BatchgenError, StorageError, UsageError
 if TYPE_CHECKING:
     from batchgen.data.row import Row
     from batchgen.data.source import InputSet
+    from batchgen.job.faults import Fault
     from batchgen.job.fingerprints import ModelFiles
     from batchgen.job.spec import JobSpec
     from batchgen.models.source import ModelSource
@@ -37,11 +38,13 @@ class Report:
         faults: in the order of the checks.
         notes: sentences that do not stop the job.
         facts: what a program may want to know of the input.
+        spec: the job, once it is known; says where in its files the key of a fault stands.
     """
 
     faults: list[BatchgenError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    spec: JobSpec | None = None
 
     @contextmanager
     def check(self) -> Iterator[None]:
@@ -50,6 +53,25 @@ class Report:
             yield
         except BatchgenError as error:
             self.faults.append(error)
+
+    def located(self, fault: BatchgenError) -> list[Fault]:
+        """The fault, or each of a job file's, with its place: where the key stands that it begins with."""
+        from batchgen.job.faults import Fault, JobFileError, Origin, named_key
+
+        if isinstance(fault, JobFileError):
+            return list(fault.faults)
+        key = named_key(str(fault))
+        place = self.spec.place(key) if self.spec else None
+        return [Fault(place or Origin(""), str(fault), key if place else ())]
+
+    def sentence(self, fault: BatchgenError) -> str:
+        """A fault as a sentence that begins with its place, if it has one."""
+        from batchgen.job.faults import JobFileError
+
+        if isinstance(fault, JobFileError):
+            return str(fault)
+        (located,) = self.located(fault)
+        return str(located) if located.origin.source else located.message
 
     @property
     def exit_code(self) -> int:
@@ -60,8 +82,8 @@ class Report:
         """Raise what was found as one error with `exit_code`."""
         if self.faults:
             worst = next(f for f in self.faults if f.exit_code == self.exit_code)
-            others = [str(f) for f in self.faults if f is not worst]
-            raise type(worst)("\n".join([str(worst), *others])) if others else worst
+            others = [f for f in self.faults if f is not worst]
+            raise type(worst)("\n".join(map(self.sentence, [worst, *others]))) from worst
 
 
 @dataclass(slots=True)
@@ -87,6 +109,7 @@ def check_job(spec: JobSpec, report: Report, *, rows_for_ids: int) -> Prepared:
         report: gets faults, notes and facts.
         rows_for_ids: how many rows to look at for ids that occur twice, where a column holds them.
     """
+    report.spec = spec
     found = Prepared()
     with report.check():
         found.inputs = open_job_input(spec)

@@ -50,12 +50,21 @@ def _report(job: Path, sets: tuple[str, ...]) -> Report:
 
 
 def _to_json(report: Report) -> dict[str, object]:
-    from batchgen.job.faults import JobFileError
+    from batchgen.job.faults import dotted, remedy
 
-    faults = []
-    for fault in report.faults:
-        messages = fault.faults if isinstance(fault, JobFileError) else [str(fault)]
-        faults += [{"exit_code": fault.exit_code, "message": message} for message in messages]
+    faults = [
+        {
+            "exit_code": error.exit_code,
+            "file": fault.origin.source or None,
+            "line": fault.origin.line or None,
+            "column": fault.origin.column or None,
+            "key": dotted(fault.key) or None,
+            "message": fault.message,
+            "remedy": remedy(fault.message),
+        }
+        for error in report.faults
+        for fault in report.located(error)
+    ]
     return {
         "ok": not faults,
         "exit_code": report.exit_code,
@@ -71,6 +80,6 @@ def _print(report: Report) -> None:
     for note in report.notes:
         click.echo(safe(f"note: {note}"), err=True)
     for fault in report.faults:
-        click.echo(safe(f"batchgen: {fault}"), err=True)
+        click.echo(safe(f"batchgen: {report.sentence(fault)}"), err=True)
     if not report.faults:
         click.echo("valid: nothing found that would stop this job", err=True)

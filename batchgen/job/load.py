@@ -1,7 +1,7 @@
 """From a job file and command-line settings to a `JobSpec`: the only reader of job files.
 
-Called by every verb that takes a job. Precedence is default, file, command line. Everything wrong with
-the file is reported at once, each fault with its place, the value, what is allowed and what to do.
+Called by every verb that takes a job. Precedence is default, included files, file, command line. Everything
+wrong with them is reported at once, each fault with its place, the value, what is allowed and what to do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from batchgen.job.document import Document
 from batchgen.job.faults import KeyPath, dotted, raise_faults, show_value
+from batchgen.job.include import INCLUDE, expand_shorthands, read_layers
 from batchgen.job.paths import resolve_paths
 from batchgen.job.spec import (
     REQUIRED,
@@ -29,18 +31,18 @@ from batchgen.job.spec import (
     TopSpec,
 )
 from batchgen.job.unavailable import MEANS_OFF, means_off
-from batchgen.job.yaml_loader import Document, parse_override, read_document
+from batchgen.job.yaml_loader import parse_override, split_key
 from batchgen.text.prompt_spec import PromptSpec
 from batchgen.text.templates import JobTemplate
 from batchgen.types import UsageError
 
-SHORTHAND = {"model": (str,), "input": (str, list), "output": (str,)}
+_SETTING = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[^="'])+?)\s*=(.*)""", re.DOTALL)
 ESCAPES = {r"\n": "a line break", r"\t": "a tab", r"\r": "a carriage return"}
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """One setting from the command line. `flag` is what the user typed, for messages."""
+    """One setting from the command line. `key` is dotted; `flag` is what the user typed, for messages."""
 
     key: str
     text: str
@@ -53,11 +55,10 @@ class Override:
         Raises:
             UsageError: it is not of the form `section.key=value`.
         """
-        key, equals, text = setting.partition("=")
-        key = key.strip()
-        if not equals or not all(key.split(".")):
-            raise UsageError(f"--set {setting}: write it as --set section.key=value")
-        return cls(key, text, f"--set {key}")
+        given = _SETTING.match(setting)
+        if given is None or not split_key(given[1]):
+            raise UsageError(f"--set {setting}: no key and value; write it as --set section.key=value")
+        return cls(given[1], given[2], f"--set {given[1]}")
 
 
 def load_job(path: str | Path, overrides: Iterable[str | Override] = ()) -> JobSpec:
@@ -71,19 +72,18 @@ def load_job(path: str | Path, overrides: Iterable[str | Override] = ()) -> JobS
         UsageError: lists every fault of the file and of the overrides.
     """
     path = Path(path)
-    document = read_document(path)
-    _expand_shorthands(document)
+    document = read_layers(path)
     for override in overrides:
         given = Override.parse(override) if isinstance(override, str) else override
         layer = parse_override(given.key, given.text, given.flag)
-        _expand_shorthands(layer)
+        expand_shorthands(layer)
         document.overlay(layer)
     sections = _sections(document)
     top = _validate(
         document, TopSpec, (), {k: v for k, v in document.data.items() if k in TopSpec.model_fields}
     )
     _check_across(document, sections)
-    resolve_paths(document, sections, path.absolute().parent)
+    resolve_paths(document, sections)
     raise_faults(document.source, document.faults)
     assert isinstance(top, TopSpec)
     return JobSpec(
@@ -93,20 +93,16 @@ def load_job(path: str | Path, overrides: Iterable[str | Override] = ()) -> JobS
         source=path.absolute(),
         notes=tuple(_notes(document)),
         redacted=document.literals(),
+        places={path: place.value for path, place in document.places.items()},
         **sections,  # type: ignore[arg-type]
     )
 
 
-def _expand_shorthands(document: Document) -> None:
-    for name, kinds in SHORTHAND.items():
-        value = document.data.get(name)
-        if isinstance(value, kinds):
-            document.nest(name, "path")
-
-
 def _sections(document: Document) -> dict[str, Section | None]:
     """Every section, None where it has faults; takes what this version does not implement out first."""
-    known_top = [*SECTIONS, *TopSpec.model_fields, *(p[0] for p in MEANS_OFF if len(p) == 1)]
+    known_top = [INCLUDE, *SECTIONS, *TopSpec.model_fields, *(p[0] for p in MEANS_OFF if len(p) == 1)]
+    if INCLUDE in document.data:
+        document.fault((INCLUDE,), "include: it has no meaning on the command line; write it into a job file")
     _refuse_keys(document, (), document.data, known_top)
     sections: dict[str, Section | None] = {}
     for name, model in SECTIONS.items():
@@ -133,6 +129,8 @@ def _sections(document: Document) -> dict[str, Section | None]:
 def _refuse_keys(document: Document, at: tuple[str, ...], data: dict[str, Any], known: Sequence[str]) -> None:
     for key, value in data.items():
         path = (*at, key)
+        if document.full:
+            return
         if path in MEANS_OFF:
             if not means_off(path, value):
                 off = show_value(MEANS_OFF[path][0])
@@ -164,7 +162,7 @@ def _validate(document: Document, model: type[Section], at: KeyPath, data: dict[
         seen: set[KeyPath] = set()
         for detail in error.errors(include_url=False, include_context=False):
             path = _data_path(data, detail)
-            if path not in seen:
+            if path not in seen and not document.full:
                 seen.add(path)
                 _value_fault(document, model, at, data, path, missing=detail["type"] == "missing")
         return None

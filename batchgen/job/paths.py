@@ -1,29 +1,28 @@
-"""Make the paths of a job absolute, against the folder of the job file. Used by `load_job`."""
+"""Make the paths of a job absolute, each against the folder of the file it stands in. Used by `load_job`."""
 
 from __future__ import annotations
 
 import os.path
 from pathlib import Path
 
+from batchgen.job.document import Document
 from batchgen.job.faults import KeyPath, dotted, show_value
 from batchgen.job.spec import InputSpec, ModelSpec, OutputSpec, PromptSection, Section
-from batchgen.job.yaml_loader import Document
 
 
-def resolve_paths(document: Document, sections: dict[str, Section | None], base: Path) -> None:
+def resolve_paths(document: Document, sections: dict[str, Section | None]) -> None:
     """Replace paths in `sections` in place; what cannot be resolved becomes a fault of the document."""
     model, given, prompt, output = (sections[name] for name in ("model", "input", "prompt", "output"))
     if isinstance(model, ModelSpec):
-        sections["model"] = _replace(
-            model, path=_model(document, model.path, base), tokenizer=_maybe_local(model.tokenizer, base)
-        )
+        tokenizer = _maybe_local(model.tokenizer, document.folder(("model", "tokenizer")))
+        sections["model"] = _replace(model, path=_model(document, model.path), tokenizer=tokenizer)
     if isinstance(given, InputSpec):
-        paths = tuple(_local(document, ("input", "path", i), p, base) for i, p in enumerate(given.path))
+        paths = tuple(_local(document, ("input", "path", i), p) for i, p in enumerate(given.path))
         sections["input"] = _replace(given, path=paths)
     if isinstance(output, OutputSpec):
-        sections["output"] = _replace(output, path=_local(document, ("output", "path"), output.path, base))
+        sections["output"] = _replace(output, path=_local(document, ("output", "path"), output.path))
     if isinstance(prompt, PromptSection) and prompt.chat_template is not None:
-        text = _template(document, prompt.chat_template, base)
+        text = _template(document, prompt.chat_template)
         sections["prompt"] = _replace(prompt, chat_template=text)
 
 
@@ -35,7 +34,7 @@ def _absolute(text: str, base: Path) -> str:
     return os.path.abspath(base / os.path.expanduser(text))
 
 
-def _local(document: Document, path: KeyPath, text: str, base: Path) -> str:
+def _local(document: Document, path: KeyPath, text: str) -> str:
     if "://" in text:
         kind = "input" if path[0] == "input" else "output"
         document.fault(
@@ -43,17 +42,17 @@ def _local(document: Document, path: KeyPath, text: str, base: Path) -> str:
             f"{dotted(path[:2])}: {show_value(text)}: remote {kind} is not available in this version; "
             "use a local path",
         )
-    return _absolute(text, base)
+    return _absolute(text, document.folder(path))
 
 
-def _model(document: Document, text: str, base: Path) -> str:
+def _model(document: Document, text: str) -> str:
     if text.startswith("dummy:") or "://" in text:
         document.fault(
             ("model", "path"),
             f"model.path: {show_value(text)} is not available in this version; "
             "use a hub id such as org/name, a local folder, or a .gguf file",
         )
-    return _maybe_local(text, base) or text
+    return _maybe_local(text, document.folder(("model", "path"))) or text
 
 
 def _maybe_local(text: str | None, base: Path) -> str | None:
@@ -61,18 +60,18 @@ def _maybe_local(text: str | None, base: Path) -> str | None:
     if text is None:
         return None
     looks_local = text.startswith((".", "/", "~")) or text.endswith((".gguf", "/"))
-    return _absolute(text, base) if looks_local or (base / text).exists() else text
+    return _absolute(text, base) if looks_local or os.path.exists(base / text) else text
 
 
-def _template(document: Document, text: str, base: Path) -> str:
+def _template(document: Document, text: str) -> str:
     """The template's text: as given where it has a brace or a line break, else read from that file."""
     if "{" in text or "\n" in text:
         return text
-    file = Path(_absolute(text, base))
+    file = Path(_absolute(text, document.folder(("prompt", "chat_template"))))
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8, or its name is none"
         document.fault(
             ("prompt", "chat_template"),
             f"prompt.chat_template: the file {show_value(text)} cannot be read ({why}); "

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from batchgen.job.faults import KeyPath
+from batchgen.job.faults import KeyPath, Origin
 from batchgen.job.units import parse_duration, parse_share, parse_size
 
 PART_ROWS = 1000
@@ -305,6 +305,7 @@ class JobSpec:
         source: the job file.
         notes: sentences for the user.
         redacted: per key path, what a copy shows instead of a string that came from the environment.
+        places: per key path, where it was given; a key that is not here has its default.
     """
 
     version: int
@@ -320,6 +321,12 @@ class JobSpec:
     source: Path
     notes: tuple[str, ...] = ()
     redacted: Mapping[KeyPath, str] = field(default_factory=dict)
+    places: Mapping[KeyPath, Origin] = field(default_factory=dict, repr=False)
+
+    def place(self, key: KeyPath) -> Origin | None:
+        """Where `key`, or what it is in, was given; None where neither was."""
+        given = (self.places.get(key[:n]) for n in range(len(key), 0, -1))
+        return next((origin for origin in given if origin is not None), None)
 
     @property
     def output_folder(self) -> Path:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
-    ("include",): ([], None),
     ("slurm",): (None,),
     ("eval",): (None,),
     ("model", "revision"): (None,),

@@ -1,4 +1,4 @@
-"""Read a job file as YAML 1.2, keeping where every key and value stands. Called by `load_job` only.
+"""Read a job file as YAML 1.2, keeping where every key and value stands. Called by `include.py`.
 
 PyYAML reads YAML 1.1, where `1e-3` is a string, `no` is false and `12:30:00` is 45000. Here PyYAML only
 composes the nodes; scalars follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema),
@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
-from batchgen.job.faults import Fault, KeyPath, Origin, dotted
-from batchgen.types import UsageError
+from batchgen.job.document import Document, Place
+from batchgen.job.faults import Fault, JobFileError, KeyPath, Origin, dotted
 
 TAG = "tag:yaml.org,2002:"
 CORE_SCALARS: tuple[tuple[str, str, list[str]], ...] = (
@@ -32,8 +31,24 @@ CORE_SCALARS: tuple[tuple[str, str, list[str]], ...] = (
 )
 MOST_VALUES = 100_000
 """More than any job file needs; stops aliases that multiply."""
-_ENV = re.compile(r"\$\{env:([^}]*)\}")
+MOST_BYTES = 1_000_000
+"""Whoever names a larger file has named the input or the weights."""
+DEEPEST = 100
+_KEY_PART = r"\"[^\"]*\"|'[^']*'|[^.\"'=]+"
+_ENV = "${env:"
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_HINTS = (
+    (r"character '\t'", "indent with spaces, not tabs"),
+    ("cannot start any token", "quote a value that begins with this character"),
+    ("another document", "a job file is one document, so remove the line ---"),
+    ("mapping values are not allowed", "quote a text that holds a colon and a space"),
+    ("undefined alias", "quote a value that begins with *"),
+    ("unknown escape", "in double quotes a backslash begins an escape, so double it or use single quotes"),
+    ("quoted scalar", "close the quote"),
+    ("flow sequence", "close the [ and put commas between items"),
+    ("flow mapping", "close the { and put commas between keys; quote a template that begins with {{"),
+)
+"""What a complaint of PyYAML usually comes from; the first that is found in it."""
 
 
 class _Composer(yaml.SafeLoader):
@@ -46,98 +61,40 @@ for _name, _pattern, _first in CORE_SCALARS:
     _Composer.add_implicit_resolver(TAG + _name, re.compile(f"(?:{_pattern})\\Z"), _first)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one value and its key stand, and how the value was written.
+def read_document(path: Path, source: str | None = None, included_at: Origin | None = None) -> Document:
+    """Read one job file, without what it includes.
 
     Args:
-        value: where the value begins.
-        key: where its key begins; None for the top and for items of lists.
-        literal: a string that took something from the environment, as it was written.
-        unescaped: written so that a backslash is only a backslash (plain or in single quotes).
-    """
-
-    value: Origin
-    key: Origin | None = None
-    literal: str | None = None
-    unescaped: bool = False
-
-
-@dataclass(slots=True)
-class Document:
-    """A job file's plain values, where each stands, and what is wrong so far."""
-
-    source: str
-    data: dict[str, Any] = field(default_factory=dict)
-    places: dict[KeyPath, Place] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
-
-    def origin(self, path: KeyPath) -> Origin:
-        """Where the value at `path` was given, or the nearest thing around it."""
-        for n in range(len(path), -1, -1):
-            if path[:n] in self.places:
-                return self.places[path[:n]].value
-        return Origin(self.source, 1, 1)
-
-    def key_origin(self, path: KeyPath) -> Origin:
-        """Where the key at `path` was given."""
-        place = self.places.get(path)
-        return place.key if place and place.key else self.origin(path)
-
-    def literals(self) -> dict[KeyPath, str]:
-        """Per path, the strings that took something from the environment, as they were written."""
-        return {path: p.literal for path, p in self.places.items() if p.literal is not None}
-
-    def fault(self, path: KeyPath, message: str, *, at_key: bool = False) -> None:
-        """Record a fault of the value (or key) at `path`."""
-        self.faults.append(Fault(self.key_origin(path) if at_key else self.origin(path), message))
-
-    def nest(self, key: str, inner: str) -> None:
-        """Turn `key: value` into `key: {inner: value}`."""
-        self.data[key] = {inner: self.data[key]}
-        below = self._below((key,))
-        self.places.update({(key, inner, *path[1:]): place for path, place in below.items()})
-        for path in below:
-            if len(path) > 1:
-                del self.places[path]
-
-    def overlay(self, other: Document) -> None:
-        """Put `other` on top: maps are merged, everything else replaces."""
-        self._overlay(self.data, other, other.data, ())
-        self.faults += other.faults
-
-    def _overlay(self, target: dict[str, Any], other: Document, data: Mapping[str, Any], at: KeyPath) -> None:
-        for key, value in data.items():
-            path = (*at, key)
-            if isinstance(value, dict) and isinstance(target.get(key), dict):
-                self._overlay(target[key], other, value, path)
-                continue
-            for old in self._below(path):
-                del self.places[old]
-            target[key] = value
-            self.places.update(other._below(path))
-
-    def _below(self, path: KeyPath) -> dict[KeyPath, Place]:
-        return {p: place for p, place in self.places.items() if p[: len(path)] == path}
-
-
-def read_document(path: Path) -> Document:
-    """Read a job file.
+        path: the file.
+        source: how messages name it; None: by its path.
+        included_at: where another file includes it.
 
     Raises:
-        UsageError: there is no such file, or it is not YAML; faults in YAML that could be read are kept in
+        JobFileError: there is no such file, or it is not YAML; faults in YAML that could be read are kept in
             the document instead, to be reported together with all others.
     """
-    source = str(path)
+    source = source or str(path)
+    origin, what = (included_at, f"include: {source}") if included_at else (Origin(source), "the job file")
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{source}: the job file is not UTF-8 (byte {error.start}); save it as UTF-8"
-        ) from error
-    except OSError as error:
-        raise UsageError(f"{source}: the job file cannot be read ({error.strerror})") from error
-    return parse_document(text, source)
+        _refuse(origin, f"{what} is not UTF-8 text (byte {error.start}); give a job file saved as UTF-8")
+    except (OSError, ValueError) as error:
+        why = (isinstance(error, OSError) and error.strerror) or error
+        _refuse(origin, f"{what} cannot be read ({why}); give the path of a job file")
+    if len(content) > MOST_BYTES:
+        _refuse(
+            origin, f"{what} is larger than {MOST_BYTES:,} bytes; give a job file, not the input or a model"
+        )
+    document = parse_document(text, source)
+    document.folders[source] = path.absolute().parent
+    return document
+
+
+def _refuse(origin: Origin, message: str, key: KeyPath = ()) -> NoReturn:
+    raise JobFileError(origin.source, [Fault(origin, message, key)])
 
 
 def parse_document(text: str, source: str) -> Document:
@@ -147,7 +104,10 @@ def parse_document(text: str, source: str) -> Document:
     if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == TAG + "null"):
         return document
     if not isinstance(node, yaml.MappingNode):
-        raise UsageError(f"{source}:1:1: a job file is a map of keys such as `model: …`, not a {node.id}")
+        _refuse(
+            Origin(source, 1, 1),
+            f"a job file is a map of keys, not a {node.id}; write keys and values such as `model: org/name`",
+        )
     document.data = _Builder(document, source).build(node, ())
     return document
 
@@ -171,7 +131,7 @@ def parse_override(key: str, text: str, flag: str) -> Document:
     else:
         tag = _plain_tag(stripped)
         node = yaml.ScalarNode(tag, text if tag == TAG + "str" else stripped)
-    path = tuple(key.split("."))
+    path = split_key(key)
     value = _Builder(document, flag, fixed=Origin(flag)).build(node, path)
     target = document.data
     for part in path[:-1]:
@@ -180,6 +140,13 @@ def parse_override(key: str, text: str, flag: str) -> Document:
     for n in range(1, len(path)):
         document.places[path[:n]] = Place(Origin(flag), Origin(flag))
     return document
+
+
+def split_key(key: str) -> tuple[str, ...]:
+    """The parts of a dotted key; one that holds a dot is quoted, as in `a."b.c"`. Empty if it is no key."""
+    parts = re.findall(_KEY_PART, key)
+    words = tuple(part[1:-1] if part[0] in "\"'" else part for part in parts)
+    return words if ".".join(parts) == key and all(words) else ()
 
 
 def _plain_tag(text: str) -> str:
@@ -198,12 +165,15 @@ def _compose(text: str, source: str) -> Any:
         mark = error.problem_mark or error.context_mark
         origin = Origin(source, mark.line + 1, mark.column + 1) if mark else Origin(source)
         what = " ".join(part for part in (error.context, error.problem) if part)
-        raise UsageError(f"{origin}: not valid YAML ({what}); check indentation and quotes here") from error
+        hint = next((hint for part, hint in _HINTS if part in what), "check indentation and quotes here")
+        _refuse(origin, f"not valid YAML ({what}); {hint}")
     except yaml.YAMLError as error:
-        first = str(error).splitlines()[0]
-        raise UsageError(f"{source}: not valid YAML ({first}); remove that character") from error
-    except RecursionError as error:
-        raise UsageError(f"{source}: not valid YAML (nested too deeply)") from error
+        _refuse(Origin(source), f"not valid YAML ({str(error).splitlines()[0]}); remove that character")
+    except RecursionError:
+        _refuse(Origin(source), f"not valid YAML (nested deeper than {DEEPEST} levels); make it flatter")
+    except (ValueError, OverflowError) as error:
+        # Such as an escape beyond the last character of Unicode, which PyYAML lets through.
+        _refuse(Origin(source), f"not valid YAML ({error}); correct the escape or number it speaks of")
 
 
 class _Builder:
@@ -222,9 +192,11 @@ class _Builder:
         if any(node is parent for parent in self._open):
             return self._fault(path, f"{dotted(path)}: an alias cannot stand inside what it names")
         if self._count > MOST_VALUES:
-            raise UsageError(
-                f"{self._origin(node)}: more than {MOST_VALUES} values; do aliases multiply here?"
-            )
+            message = f"more than {MOST_VALUES:,} values; do aliases multiply here?"
+            _refuse(self._origin(node), message, path)
+        if len(path) > DEEPEST:
+            message = f"nested deeper than {DEEPEST} levels; make it flatter"
+            _refuse(self._origin(node), message, path)
         self._open.append(node)
         try:
             if isinstance(node, yaml.MappingNode):
@@ -250,21 +222,30 @@ class _Builder:
             return self._refuse_tag(node, path)
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                origin = self._origin(key_node)
-                self._document.faults.append(
-                    Fault(origin, "a key must be a single word; quote a template that begins with {{")
-                )
+            key = self._key(key_node, path)
+            if key is None:
                 continue
-            key = key_node.value
             at = (*path, key)
             if key in result:
                 first = self._document.key_origin(at)
                 message = f"the key {dotted(at)} is given twice, first at {first}; remove one of them"
-                self._document.faults.append(Fault(self._origin(key_node), message))
+                self._document.add(Fault(self._origin(key_node), message, at))
                 continue
             result[key] = self.build(value_node, at, self._origin(key_node))
         return result
+
+    def _key(self, node: yaml.Node, path: KeyPath) -> str | None:
+        if not isinstance(node, yaml.ScalarNode):
+            message = "a key must be a single word; quote a template that begins with {{"
+        elif node.tag.removeprefix(TAG) not in ("str", *(name for name, _, _ in CORE_SCALARS)):
+            tag = node.tag.replace(TAG, "!!")
+            message = f"the YAML tag {tag} is not allowed; write a plain key"
+        elif node.value == "<<" and node.style is None:
+            message = "merge keys (<<) are not part of YAML 1.2; write the keys out, or use include"
+        else:
+            return str(node.value)
+        self._document.add(Fault(self._origin(node), message, path))
+        return None
 
     def _list(self, node: yaml.SequenceNode, path: KeyPath) -> Any:
         if node.tag != TAG + "seq":
@@ -286,13 +267,13 @@ class _Builder:
                 case "float":
                     return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
         except (KeyError, ValueError):
-            name = node.tag.removeprefix(TAG)
-            return self._fault(path, f"{dotted(path)}: {text[:40]!r} cannot be read as !!{name}")
+            kind = {"bool": "true or false"}.get(node.tag.removeprefix(TAG), "a number of usual length")
+            return self._fault(path, f"{dotted(path)}: {text[:40]!r} cannot be read; write {kind}")
         return self._refuse_tag(node, path)
 
     def _string(self, node: yaml.ScalarNode, path: KeyPath) -> str:
         text: str = node.value
-        from_environment = "${env:" in text
+        from_environment = _ENV in text
         self._document.places[path] = replace(
             self._document.places[path],
             literal=text if from_environment else None,
@@ -300,7 +281,20 @@ class _Builder:
         )
         if not from_environment:
             return text
-        return _ENV.sub(lambda match: self._environment(match[1], path), text)
+        # A long text with variables, repeated by aliases, would fill the memory.
+        self._count += len(text) // 1000 + text.count(_ENV)
+        return self._substitute(text, path)
+
+    def _substitute(self, text: str, path: KeyPath) -> str:
+        before, *rest = text.split(_ENV)
+        pieces = [before]
+        for piece in rest:
+            inside, closed, after = piece.partition("}")
+            if not closed:
+                self._fault(path, f"{dotted(path)}: ${{env: is not closed; write ${{env:NAME}}")
+                return text
+            pieces += [self._environment(inside, path), after]
+        return "".join(pieces)
 
     def _environment(self, inside: str, path: KeyPath) -> str:
         written = f"${{env:{inside}}}"
@@ -308,7 +302,7 @@ class _Builder:
         if not _ENV_NAME.fullmatch(name):
             self._fault(
                 path,
-                f"{dotted(path)}: {written} does not name a variable; write ${{env:NAME}} "
+                f"{dotted(path)}: {written[:80]} does not name a variable; write ${{env:NAME}} "
                 "or ${env:NAME:-default}",
             )
             return written

@@ -54,7 +54,39 @@ def test_faults_of_different_kinds_come_together(write_job: Write, capsys: Captu
 def test_every_fault_of_the_file_is_an_entry(write_job: Write, capsys: Captured) -> None:
     assert main(["validate", write_job("sampling: {n: 2, top_p: 3}\n"), "--json"]) == 2
     messages = [fault["message"] for fault in json.loads(capsys.readouterr().out)["faults"]]
-    assert [message[:24] for message in messages] == ["job.yaml:4:12: sampling.", "job.yaml:4:25: sampling."]
+    assert [message[:15] for message in messages] == ["sampling.n is n", "sampling.top_p:"]
+
+
+def test_a_fault_for_a_program(write_job: Write, capsys: Captured) -> None:
+    job = write_job("sampling: {seed: -1}\n")
+    assert main(["validate", job, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["faults"] == [
+        {
+            "exit_code": 2,
+            "file": "job.yaml",
+            "line": 4,
+            "column": 18,
+            "key": "sampling.seed",
+            "message": "sampling.seed: -1 is not allowed; use a whole number from 0 to 2**63 - 1",
+            "remedy": "use a whole number from 0 to 2**63 - 1",
+        }
+    ]
+    job = write_job()
+    assert (
+        main(["validate", job, "--json", "--set", "prompt.user={{ gone }}", "--set", "output=job.yaml"]) == 2
+    )
+    prompt, output = json.loads(capsys.readouterr().out)["faults"]
+    assert (prompt["file"], prompt["line"], prompt["key"]) == ("--set prompt.user", None, "prompt.user")
+    assert output["remedy"] == "give a folder"
+
+
+def test_a_fault_of_the_world_names_the_line_of_its_key(write_job: Write, capsys: Captured) -> None:
+    job = write_job()
+    Path("prompts.jsonl").unlink()
+    assert main(["validate", job]) == 3
+    assert "batchgen: job.yaml:2:8: input.path: " in capsys.readouterr().err
+    assert main(["run", job]) == 3
+    assert "batchgen: job.yaml:2:8: input.path: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

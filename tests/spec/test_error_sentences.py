@@ -50,7 +50,7 @@ def test_a_fault_of_an_override_names_the_flag(job_file: Write) -> None:
         "--set sampling.top_p: sampling.top_p: 7 is not allowed; use null or a number above 0 and up to 1"
     )
     assert _faults(job_file(SMALLEST), ("sampling.top_p",)) == (
-        "--set sampling.top_p: write it as --set section.key=value"
+        "--set sampling.top_p: no key and value; write it as --set section.key=value"
     )
     assert _faults(job_file(SMALLEST), ("input.path=[a",)).startswith("--set input.path:1:3: not valid YAML")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.job.faults import Origin
-from batchgen.job.yaml_loader import parse_document, parse_override, read_document
+from batchgen.job.yaml_loader import MOST_BYTES, parse_document, parse_override, read_document, split_key
 from batchgen.types import UsageError
 
 
@@ -73,13 +73,20 @@ def test_a_fault_does_not_hide_the_next_one() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1\nb: 2\n", r"^f:2:2: not valid YAML .*check indentation"),
-        ("a: b: c\n", r"^f:1:5: not valid YAML"),
-        ("a: 1\n---\nb: 2\n", r"^f:2:1: not valid YAML"),
+        ("a: [1\nb: 2\n", r"^f:2:2: not valid YAML .*; close the \["),
+        ("a: {{ x }\nb: 2\n", r"^f:2:1: not valid YAML .*; close the {"),
+        ("a: b: c\n", r"^f:1:5: not valid YAML .*; quote a text that holds a colon and a space"),
+        ("a: 1\n---\nb: 2\n", r"^f:2:1: not valid YAML .*; a job file is one document, so remove the line"),
+        ("a:\n\tb: 2\n", r"^f:2:1: not valid YAML .*; indent with spaces, not tabs"),
+        ("a: 50%\nb: %d\n", r"^f:2:4: not valid YAML .*; quote a value that begins with this character"),
+        ('a: "\\d"\n', r"^f:1:6: not valid YAML .*; in double quotes a backslash begins an escape"),
+        ('a: "b\n', r"^f:2:1: not valid YAML .*; close the quote"),
+        ("a: 1\n  b: 2\n", r"^f:2:4: not valid YAML .*; quote a text that holds a colon"),
+        ('a: "\\UFFFFFFFF"\n', r"^f: not valid YAML .*; correct the escape"),
         ("- a\n", r"^f:1:1: a job file is a map of keys"),
         ("a: \x07\n", r"^f: not valid YAML \(.*remove that character"),
         ("a: *nowhere\n", r"^f:1:4: not valid YAML .*undefined alias"),
-        ("a: " + "[" * 3000, r"^f: not valid YAML \(nested too deeply"),
+        ("a: " + "[" * 1000, r"^f: not valid YAML \(nested deeper than 100 levels\)"),
     ],
 )
 def test_what_is_not_yaml_is_refused_with_its_place(text: str, message: str) -> None:
@@ -94,8 +101,20 @@ def test_aliases_are_read_but_can_neither_loop_nor_explode() -> None:
         "f:1:4: a[0]: an alias cannot stand inside what it names"
     ]
     bomb = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
-    with pytest.raises(UsageError, match="more than 100000 values; do aliases multiply"):
+    with pytest.raises(UsageError, match="more than 100,000 values; do aliases multiply"):
         parse_document(bomb, "f")
+    deep = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 2000))
+    with pytest.raises(UsageError, match="nested deeper than 100 levels"):
+        parse_document(deep, "f")
+
+
+def test_merge_keys_are_not_yaml_1_2() -> None:
+    document = parse_document("a: &x {b: 1}\nc:\n  <<: *x\n  '<<': 2\n!!binary d: 1\n", "f")
+    assert document.data == {"a": {"b": 1}, "c": {"<<": 2}}
+    assert [str(fault) for fault in document.faults] == [
+        "f:3:3: merge keys (<<) are not part of YAML 1.2; write the keys out, or use include",
+        "f:5:1: the YAML tag !!binary is not allowed; write a plain key",
+    ]
 
 
 def test_environment_only_inside_strings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +133,11 @@ def test_environment_only_inside_strings(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_environment_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NONE", raising=False)
-    document = parse_document("a: ${env:NONE}\nb: ${env:1x}\n", "f")
+    document = parse_document("a: ${env:NONE}\nb: ${env:1x}\nc: x ${env:HOME\n", "f")
     assert [str(fault) for fault in document.faults] == [
         "f:1:4: a: the environment variable NONE is not set; set it, or write ${env:NONE:-default}",
         "f:2:4: b: ${env:1x} does not name a variable; write ${env:NAME} or ${env:NAME:-default}",
+        "f:3:4: c: ${env: is not closed; write ${env:NAME}",
     ]
 
 
@@ -132,12 +152,35 @@ def test_environment_faults(monkeypatch: pytest.MonkeyPatch) -> None:
         ("{{ title }}: {{ body }} # x", "{{ title }}: {{ body }} # x"),
         ('"1"', "1"),
         (" a b ", " a b "),
+        ('it\'s "so"', 'it\'s "so"'),
+        ("'it''s'", "it's"),
+        ('["a, b", \'c"d\', null]', ["a, b", 'c"d', None]),
+        ("null", None),
+        ("{x: {y: [1]}}", {"x": {"y": [1]}}),
+        ("a=b", "a=b"),
     ],
 )
 def test_an_override_is_read_by_the_same_rules(text: str, value: object) -> None:
     document = parse_override("a.b", text, "--set a.b")
     assert document.data == {"a": {"b": value}}
     assert str(document.origin(("a", "b"))) == "--set a.b"
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        ("a.b", ("a", "b")),
+        ('a."b.c".d', ("a", "b.c", "d")),
+        ("a.'b=c'", ("a", "b=c")),
+        ("a..b", ()),
+        (".a", ()),
+        ("", ()),
+        ('a."b', ()),
+        ('a.""', ()),
+    ],
+)
+def test_a_key_with_dots_in_it_is_quoted(key: str, parts: tuple[str, ...]) -> None:
+    assert split_key(key) == parts
 
 
 def test_an_override_lies_over_the_file() -> None:
@@ -155,10 +198,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_document(tmp_path / "gone.yaml")
     (tmp_path / "latin.yaml").write_bytes("name: caf\xe9\n".encode("latin-1"))
     with pytest.raises(
-        UsageError, match=r"latin.yaml: the job file is not UTF-8 \(byte 9\); save it as UTF-8"
+        UsageError, match=r"latin.yaml: the job file is not UTF-8 text \(byte 9\); give a job file saved"
     ):
         read_document(tmp_path / "latin.yaml")
     (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbfname: x\r\n")
     assert read_document(tmp_path / "bom.yaml").data == {"name": "x"}
+    (tmp_path / "large.yaml").write_bytes(b"#" * (MOST_BYTES + 1))
+    with pytest.raises(UsageError, match=r"larger than 1,000,000 bytes; give a job file, not the input"):
+        read_document(tmp_path / "large.yaml")
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert read_document(tmp_path / "empty.yaml").data == {}
