@@ -7,8 +7,9 @@ wrong with them is reported at once, each fault with its place, the value, what 
 from __future__ import annotations
 
 import difflib
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from batchgen.job.spec import (
     TopSpec,
 )
 from batchgen.job.unavailable import MEANS_OFF, means_off
-from batchgen.job.yaml_loader import parse_override, split_key
+from batchgen.job.yaml_loader import parse_document, parse_override, split_key
 from batchgen.text.prompt_spec import PromptSpec
 from batchgen.text.templates import JobTemplate
 from batchgen.types import UsageError
@@ -72,7 +73,31 @@ def load_job(path: str | Path, overrides: Iterable[str | Override] = ()) -> JobS
         UsageError: lists every fault of the file and of the overrides.
     """
     path = Path(path)
-    document = read_layers(path)
+    return _load(read_layers(path), path.absolute(), overrides)
+
+
+def job_from_values(values: Mapping[str, Any], folder: Path) -> JobSpec:
+    """A job that a program gives as a dict; as `load_job`.
+
+    Args:
+        values: the keys of a job file; what JSON knows.
+        folder: against which relative paths resolve.
+
+    Raises:
+        UsageError: lists every fault.
+    """
+    try:
+        # JSON is YAML, so that a dict is held to the same rules as a file.
+        text = json.dumps(values, indent=1)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the job holds what a job file cannot hold: {error}") from error
+    document = parse_document(text, "job")
+    document.folders["job"] = folder
+    expand_shorthands(document)
+    return _load(document, folder / "job", ())
+
+
+def _load(document: Document, path: Path, overrides: Iterable[str | Override]) -> JobSpec:
     for override in overrides:
         given = Override.parse(override) if isinstance(override, str) else override
         layer = parse_override(given.key, given.text, given.flag)
@@ -90,7 +115,7 @@ def load_job(path: str | Path, overrides: Iterable[str | Override] = ()) -> JobS
         version=top.version,
         name=top.name,
         task=top.task,
-        source=path.absolute(),
+        source=path,
         notes=tuple(_notes(document)),
         redacted=document.literals(),
         places={path: place.value for path, place in document.places.items()},

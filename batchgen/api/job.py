@@ -1,0 +1,174 @@
+"""`batchgen.Job`: a job file, or the same keys as a dict, run from Python. The `run` verb uses it too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from batchgen.api.results import Results
+from batchgen.job.load import Override, job_from_values, load_job
+from batchgen.types import BatchgenError
+
+if TYPE_CHECKING:
+    from batchgen.cli.checks import Prepared
+    from batchgen.cli.progress import Display
+    from batchgen.job.progress import Progress
+    from batchgen.job.run_options import JobSetup, Launcher, RunResult
+    from batchgen.job.spec import JobSpec
+
+ROWS_FOR_IDS = 10_000
+"""`validate` looks at ten times as many; a run must begin within seconds on any input."""
+
+
+class JobResult(Results):
+    """How a run ended, and the rows that are final.
+
+    Args:
+        folder: the output folder.
+        run: how it ended.
+
+    Attributes:
+        exit_code: 0 complete, 8 complete but with too many errors, 75 stopped and to be continued.
+        reason: one sentence.
+    """
+
+    def __init__(self, folder: Path, run: RunResult) -> None:
+        super().__init__(folder)
+        self.exit_code = run.exit_code
+        self.reason = run.reason
+
+    @property
+    def ok(self) -> bool:
+        """Whether every row is final and the job's gates hold."""
+        return self.exit_code == 0
+
+
+class Job:
+    """A job to be run, or continued, as often as needed.
+
+    Args:
+        values: the keys of a job file, nested as there; relative paths are relative to the working folder.
+
+    Raises:
+        UsageError: lists every fault.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.spec = job_from_values(values, Path.cwd())
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
+        """A job file.
+
+        Args:
+            path: of the file.
+            overrides: dotted keys to values, as with `--set`.
+
+        Raises:
+            UsageError: lists every fault.
+        """
+        given = [
+            Override(key, json.dumps(value), f"override {key}") for key, value in (overrides or {}).items()
+        ]
+        return cls.from_spec(load_job(path, given))
+
+    @classmethod
+    def from_spec(cls, spec: JobSpec) -> Self:
+        """A job that is loaded already."""
+        job = cls.__new__(cls)
+        job.spec = spec
+        return job
+
+    def validate(self) -> list[BatchgenError]:
+        """What is wrong with the job, as far as it can be known without the model's weights."""
+        from batchgen.cli import checks
+
+        report = checks.Report()
+        with closing(checks.check_job(self.spec, report, rows_for_ids=checks.ROWS_FOR_IDS)) as found:
+            if found.prompt is not None and found.source is not None:
+                with report.check():
+                    tokenizer = checks.load_tokenizer(found.tokenizer_source or found.source)
+                    checks.check_prompt(self.spec, found.prompt, tokenizer, report)
+        return report.faults
+
+    def run(
+        self,
+        *,
+        overwrite: bool = False,
+        on_progress: Callable[[Progress], None] | None = None,
+        display: Display | None = None,
+        launch: Launcher | None = None,
+    ) -> JobResult:
+        """Run the job, or continue it where it stopped; finished rows are never computed again.
+
+        In the main thread, signals that ask to stop (Ctrl-C too) end the run gracefully: the result then
+        has exit code 75, and the same call continues.
+
+        Args:
+            overwrite: remove what the output folder holds and start over.
+            on_progress: called a few times a second.
+            display: shows progress; None: as `run.progress` says, on standard error.
+            launch: starts a worker process; None: one of this machine.
+
+        Raises:
+            BatchgenError: what ended the run; its `exit_code` is that of the command line. Finished rows are
+                on disk.
+        """
+        from batchgen.cli import checks
+        from batchgen.cli.progress import make_progress
+
+        report = checks.Report()
+        with closing(checks.check_job(self.spec, report, rows_for_ids=ROWS_FOR_IDS)) as found:
+            report.raise_faults()
+            setup = _setup(self.spec, found)
+            with closing(display or make_progress(self.spec.run.progress)) as shown:
+                for note in (*self.spec.notes, *report.notes):
+                    shown.note(f"note: {note}")
+                result = self._run(setup, shown, on_progress, launch, overwrite=overwrite)
+        return JobResult(setup.output, result)
+
+    def _run(
+        self,
+        setup: JobSetup,
+        display: Display,
+        on_progress: Callable[[Progress], None] | None,
+        launch: Launcher | None,
+        *,
+        overwrite: bool,
+    ) -> RunResult:
+        from batchgen.cli.progress import Tally
+        from batchgen.dist.handle import launch_worker
+        from batchgen.job.run import run_job
+        from batchgen.job.run_options import options_from_spec
+
+        tally = Tally(display)
+
+        def report(snapshot: Progress) -> None:
+            tally.update(snapshot)
+            if on_progress is not None:
+                on_progress(snapshot)
+
+        options = options_from_spec(self.spec, overwrite=overwrite)
+        result = run_job(setup, options, launch=launch or launch_worker, report=report, say=display.note)
+        display.note(result.reason)
+        if spoken := tally.lines():
+            for line in (*spoken, f"results: {setup.output / 'data'}"):
+                display.note(line)
+        return result
+
+
+def _setup(spec: JobSpec, found: Prepared) -> JobSetup:
+    from batchgen.cli.checks import model_files
+    from batchgen.job.fingerprints import fingerprint
+    from batchgen.job.run_options import setup_from_spec
+    from batchgen.job.worker_config import worker_config
+
+    assert found.inputs is not None
+    assert found.prompt is not None
+    assert found.source is not None
+    files = model_files(found.source, found.tokenizer_source)
+    prints = fingerprint(spec, files, found.inputs.fingerprint())
+    return setup_from_spec(spec, found.inputs, found.prompt, prints, worker_config(spec, found.prompt))

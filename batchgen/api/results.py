@@ -1,0 +1,135 @@
+"""`batchgen.open`: what an output folder holds, read while the job runs or long after."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchgen.job.folder import JobFolder
+from batchgen.job.manifest import require_manifest
+from batchgen.job.parts import Counts, recognise_parts
+from batchgen.types import Status
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+    from batchgen.job.status import JobStatus
+
+
+def open(folder: str | os.PathLike[str]) -> Results:
+    """The results in an output folder, finished or not.
+
+    Raises:
+        UsageError: it is not an output folder.
+    """
+    results = Results(Path(folder))
+    require_manifest(JobFolder(results.folder))
+    return results
+
+
+class Results:
+    """Committed rows of one job, in input order.
+
+    Args:
+        folder: the output folder. Parts that are committed later are seen by later calls.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def counts(self) -> Counts:
+        """Rows by status, and tokens."""
+        counts = Counts()
+        for commit in recognise_parts(JobFolder(self.folder)).values():
+            counts.add(commit.counts)
+        return counts
+
+    @property
+    def files(self) -> list[Path]:
+        """The committed parts, in input order."""
+        commits = recognise_parts(JobFolder(self.folder))
+        return [JobFolder(self.folder).data / commits[part].file for part in sorted(commits)]
+
+    def __len__(self) -> int:
+        return self.counts.rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Every row as a dict, part by part: memory is bounded by one batch of rows."""
+        for file in self.files:
+            yield from _rows(file)
+
+    def status(self) -> JobStatus:
+        """How far the job is, and who works on it."""
+        from batchgen.job.status import read_status
+
+        return read_status(self.folder)
+
+    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """All rows as one Arrow table.
+
+        Args:
+            columns: those to read; None: all.
+        """
+        import pyarrow as pa
+
+        tables = [_table(file, columns) for file in self.files]
+        return pa.concat_tables(tables, promote_options="default") if tables else pa.table({})
+
+    def errors(self) -> list[dict[str, Any]]:
+        """The rows that have no result: `status` is not ok."""
+        status = self.columns["status"]
+        return [row for row in self if row[status] != Status.OK.value]
+
+    def dataset(self) -> datasets.Dataset:
+        """All rows as a `datasets.Dataset`."""
+        import datasets
+
+        return datasets.Dataset(self.table())
+
+    @cached_property
+    def columns(self) -> dict[str, str]:
+        """Our columns by what this job calls them."""
+        return dict(require_manifest(JobFolder(self.folder)).output_plan["names"])
+
+    def __repr__(self) -> str:
+        counts = self.counts
+        return (
+            f"{type(self).__name__}({str(self.folder)!r}: {counts.rows:,} rows, {counts.ok:,} ok, "
+            f"{counts.error:,} error, {counts.skipped:,} skipped)"
+        )
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    if file.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(file) as parquet:
+            for batch in parquet.iter_batches():
+                yield from batch.to_pylist()
+    else:
+        with _text(file) as lines:
+            for line in lines:
+                yield json.loads(line)
+
+
+def _table(file: Path, columns: Sequence[str] | None) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if file.suffix == ".parquet":
+        return pq.read_table(file, columns=columns, partitioning=None)
+    table = pa.Table.from_pylist(list(_rows(file)))
+    return table if columns is None else table.select(list(columns))
+
+
+def _text(file: Path) -> Any:
+    import pyarrow as pa
+
+    # Known by its name: .jsonl, .jsonl.gz, .jsonl.zst.
+    return pa.input_stream(str(file), compression="detect")

@@ -1,0 +1,97 @@
+"""`batchgen.Job` and `batchgen.open`, with a real worker on a tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import save_tiny_llama
+
+import batchgen as bg
+from batchgen.job.progress import Progress
+from batchgen.types import InputError, UsageError
+
+ROWS = 12
+BAD = 3
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    save_tiny_llama(folder / "model")
+    rows = [{"prompt": None if i == BAD else f"Number {i}", "n": i} for i in range(ROWS)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "job.yaml").write_text(
+        "model: model/\ninput: in.jsonl\noutput: out/\nprompt: {mode: completion}\n"
+        "sampling: {max_tokens: 4, ignore_eos: true}\nrun: {progress: none}\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(place: Path) -> tuple[bg.JobResult, list[Progress]]:
+    seen: list[Progress] = []
+    return bg.Job.from_yaml(place / "job.yaml").run(on_progress=seen.append), seen
+
+
+def test_a_run_says_how_it_ended(finished: tuple[bg.JobResult, list[Progress]]) -> None:
+    result, seen = finished
+    assert (result.exit_code, result.ok) == (0, True)
+    assert "complete" in result.reason
+    assert (result.counts.ok, result.counts.error) == (ROWS - 1, 1)
+    assert seen[-1].rows_done == ROWS
+    assert repr(result).endswith(f"{ROWS} rows, {ROWS - 1} ok, 1 error, 0 skipped)")
+
+
+def test_results_are_read_in_order_with_errors_as_data(
+    finished: tuple[bg.JobResult, list[Progress]], place: Path
+) -> None:
+    results = bg.open(place / "out")
+    table = results.table(["row", "n", "generated_text"])
+    assert table.column_names == ["row", "n", "generated_text"]
+    assert table["n"].to_pylist() == list(range(ROWS))
+    assert [row["n"] for row in results] == list(range(ROWS))
+    assert [row["row"] for row in results.errors()] == [BAD]
+    assert results.errors()[0]["error"]["class"] == "null_prompt"
+    assert len(results) == len(results.dataset()) == ROWS
+    assert results.status().state == "complete"
+
+
+def test_running_again_computes_nothing(finished: tuple[bg.JobResult, list[Progress]], place: Path) -> None:
+    before = (place / "out" / "data" / "part-000000.parquet").stat().st_mtime_ns
+    result = bg.Job.from_yaml(place / "job.yaml").run()
+    assert "already complete" in result.reason
+    assert (place / "out" / "data" / "part-000000.parquet").stat().st_mtime_ns == before
+
+
+def test_a_dict_holds_what_a_job_file_holds(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    job = bg.Job(
+        {"model": "model/", "input": ["in.jsonl"], "output": "other/", "prompt": {"user": "{{ n }}"}}
+    )
+    assert job.spec.output_folder == place / "other"
+    assert job.spec.input.path == (str(place / "in.jsonl"),)
+    assert job.validate() == []
+
+
+def test_overrides_are_values(place: Path) -> None:
+    job = bg.Job.from_yaml(
+        place / "job.yaml", {"input.limit": 10, "sampling.stop": ["\n", "no"], "prompt.user": "{{ n }}: 'x'"}
+    )
+    assert job.spec.input.limit == 10
+    assert job.spec.sampling.stop == ("\n", "no")
+    assert job.spec.prompt.user == "{{ n }}: 'x'"
+
+
+def test_faults_are_found_without_running(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"job:\d+:\d+: sampling.temperatur is not a known key"):
+        bg.Job({"model": "m", "input": "x.jsonl", "output": "o", "sampling": {"temperatur": 1}})
+    with pytest.raises(UsageError, match="cannot hold"):
+        bg.Job({"model": place})
+    job = bg.Job(
+        {"model": str(place / "model"), "input": str(tmp_path / "no.jsonl"), "output": str(tmp_path)}
+    )
+    assert [type(fault) for fault in job.validate()] == [InputError]
+    with pytest.raises(InputError):
+        job.run()
+    with pytest.raises(UsageError):
+        bg.open(tmp_path)
