@@ -117,50 +117,77 @@ class Job:
             BatchgenError: what ended the run; its `exit_code` is that of the command line. Finished rows are
                 on disk.
         """
-        from batchgen.cli import checks
-        from batchgen.cli.progress import make_progress
-
-        report = checks.Report()
-        with closing(checks.check_job(self.spec, report, rows_for_ids=ROWS_FOR_IDS)) as found:
-            report.raise_faults()
-            setup = _setup(self.spec, found)
-            with closing(display or make_progress(self.spec.run.progress)) as shown:
-                for note in (*self.spec.notes, *report.notes):
-                    shown.note(f"note: {note}")
-                result = self._run(setup, shown, on_progress, launch, overwrite=overwrite)
-        return JobResult(setup.output, result)
-
-    def _run(
-        self,
-        setup: JobSetup,
-        display: Display,
-        on_progress: Callable[[Progress], None] | None,
-        launch: Launcher | None,
-        *,
-        overwrite: bool,
-    ) -> RunResult:
-        from batchgen.cli.progress import Tally
-        from batchgen.dist.handle import launch_worker
-        from batchgen.job.run import run_job
-        from batchgen.job.run_options import options_from_spec
-
-        tally = Tally(display)
-
-        def report(snapshot: Progress) -> None:
-            tally.update(snapshot)
-            if on_progress is not None:
-                on_progress(snapshot)
-
-        options = options_from_spec(self.spec, overwrite=overwrite)
-        result = run_job(setup, options, launch=launch or launch_worker, report=report, say=display.note)
-        display.note(result.reason)
-        if spoken := tally.lines():
-            for line in (*spoken, f"results: {setup.output / 'data'}"):
-                display.note(line)
-        return result
+        return drive(
+            self.spec,
+            lambda found: setup_of(self.spec, found),
+            overwrite=overwrite,
+            on_progress=on_progress,
+            display=display,
+            launch=launch,
+        )
 
 
-def _setup(spec: JobSpec, found: Prepared) -> JobSetup:
+def drive(
+    spec: JobSpec,
+    prepare: Callable[[Prepared], JobSetup],
+    *,
+    overwrite: bool = False,
+    on_progress: Callable[[Progress], None] | None = None,
+    display: Display | None = None,
+    launch: Launcher | None = None,
+) -> JobResult:
+    """Check a job, run it, and say how it ended. Arguments and errors as of `Job.run`.
+
+    Args:
+        spec: the job.
+        prepare: from what the checks opened to what the supervisor needs.
+    """
+    from batchgen.cli import checks
+    from batchgen.cli.progress import make_progress
+
+    report = checks.Report()
+    with closing(checks.check_job(spec, report, rows_for_ids=ROWS_FOR_IDS)) as found:
+        report.raise_faults()
+        setup = prepare(found)
+        with closing(display or make_progress(spec.run.progress)) as shown:
+            for note in (*spec.notes, *report.notes):
+                shown.note(f"note: {note}")
+            result = _run(spec, setup, shown, on_progress, launch, overwrite=overwrite)
+    return JobResult(setup.output, result)
+
+
+def _run(
+    spec: JobSpec,
+    setup: JobSetup,
+    display: Display,
+    on_progress: Callable[[Progress], None] | None,
+    launch: Launcher | None,
+    *,
+    overwrite: bool,
+) -> RunResult:
+    from batchgen.cli.progress import Tally
+    from batchgen.dist.handle import launch_worker
+    from batchgen.job.run import run_job
+    from batchgen.job.run_options import options_from_spec
+
+    tally = Tally(display)
+
+    def report(snapshot: Progress) -> None:
+        tally.update(snapshot)
+        if on_progress is not None:
+            on_progress(snapshot)
+
+    options = options_from_spec(spec, overwrite=overwrite)
+    result = run_job(setup, options, launch=launch or launch_worker, report=report, say=display.note)
+    display.note(result.reason)
+    if spoken := tally.lines():
+        for line in (*spoken, f"results: {setup.output / 'data'}"):
+            display.note(line)
+    return result
+
+
+def setup_of(spec: JobSpec, found: Prepared) -> JobSetup:
+    """From a job that was checked to what the supervisor needs."""
     from batchgen.cli.checks import model_files
     from batchgen.job.fingerprints import fingerprint
     from batchgen.job.run_options import setup_from_spec

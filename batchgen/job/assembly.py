@@ -13,8 +13,9 @@ from batchgen.data.results import RowResult
 from batchgen.data.row import PartIndexer, Row
 from batchgen.data.sink import Record
 from batchgen.data.source import InputSet
+from batchgen.job.changes import Runs, add_row, number_of, of_epoch
 from batchgen.job.index import changed_input
-from batchgen.job.journal import JournalReader
+from batchgen.job.journal import JournalReader, Location, SegmentName
 from batchgen.job.parts import PartCommit
 from batchgen.job.window import OpenPart
 from batchgen.types import InputError
@@ -44,14 +45,20 @@ class Assembler:
             OwnershipError: another process has taken over.
         """
         job = self._job
-        return job.parts.commit(
+        replaced = job.replaced.get(part.part)
+        settings: Runs = []
+        commit = job.parts.commit(
             part.part,
-            self._records(part),
+            self._records(part, settings),
             job.plan,
             job.manifest.compression,
             lambda: job.claims.check(job.epoch),
-            sum(location.length for location in part.done.values() if location is not None),
+            sum(done.length for done in part.done.values() if isinstance(done, Location)),
+            change=0 if replaced is None else replaced.change,
+            settings=settings,
         )
+        job.replaced.pop(part.part, None)
+        return commit
 
     def close(self) -> None:
         """Close files."""
@@ -59,7 +66,7 @@ class Assembler:
         if self._inputs is not None:
             self._inputs.close()
 
-    def _records(self, part: OpenPart) -> Iterator[Record]:
+    def _records(self, part: OpenPart, settings: Runs) -> Iterator[Record]:
         entry = part.entry
         if entry is None:
             raise ValueError(f"part {part.part} has not been read to its end")
@@ -68,6 +75,7 @@ class Assembler:
         try:
             for row in islice(rows, entry.rows):
                 indexer.add(row)
+                add_row(settings, row.ordinal, self._change(part, row.ordinal))
                 yield row, self._result(part, row)
         finally:
             # Parks the reader, so that the next part goes on where this one ended.
@@ -76,15 +84,29 @@ class Assembler:
             raise self._changed(part)
 
     def _result(self, part: OpenPart, row: Row) -> RowResult:
-        location = part.done.get(row.ordinal)
-        if location is None:
+        done = part.done.get(row.ordinal)
+        if done is None:
             if row.error is None:
                 raise self._changed(part)
             return RowResult.from_error(row.error)
-        record = self._reader.result(location, row.ordinal)
+        if isinstance(done, RowResult):
+            return done
+        record = self._reader.result(done, row.ordinal)
         if record.digest != row.digest:
             raise self._changed(part)
         return RowResult.from_message(record.message)
+
+    def _change(self, part: OpenPart, row: int) -> int:
+        """Under which change of the job a row was computed."""
+        match part.done.get(row):
+            case Location(segment=segment):
+                name = SegmentName.parse(segment)
+                return 0 if name is None else of_epoch(self._job.manifest.epochs, name.epoch)
+            case RowResult():
+                replaced = self._job.replaced.get(part.part)
+                return 0 if replaced is None else number_of(replaced.commit.settings, row)
+            case _:
+                return 0
 
     def _changed(self, part: OpenPart) -> InputError:
         start = part.indexer.start

@@ -9,22 +9,17 @@ import platform
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import batchgen
+from batchgen.job.changes import now_text
 from batchgen.job.files import atomic_write
 from batchgen.job.folder import JobFolder
 
 _PACKAGES = ("torch", "transformers", "pyarrow", "msgpack", "zstandard", "numpy")
 RUNNING = "running"
-
-
-def now_text() -> str:
-    """The time in ISO 8601, UTC."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str]:
@@ -44,6 +39,7 @@ class Attempt:
         reason: why it ended; "running" until it has.
         exit_code: of the process; None until it has ended.
         counters: rows and tokens, when it ended.
+        change: number of the change of the job under which rows were computed; 0 for the job as it began.
         workers: one entry for each worker process that was started.
     """
 
@@ -54,6 +50,7 @@ class Attempt:
     facts: Mapping[str, Any] = field(default_factory=dict)
     start: str = field(default_factory=now_text)
     end: str | None = None
+    change: int = 0
     reason: str = RUNNING
     exit_code: int | None = None
     error: str | None = None

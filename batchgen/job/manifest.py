@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import batchgen
-from batchgen.job.attempts import now_text
+from batchgen.job.changes import Change, latest_drift, now_text, of_epoch
 from batchgen.job.files import atomic_write, storage
 from batchgen.job.folder import JobFolder
 from batchgen.types import StorageError, UsageError
@@ -31,6 +31,8 @@ class Manifest:
         limit: rows selected by the last attempt; None for all.
         pinned: numeric choices that the first worker reported; empty until then.
         facts: versions and devices that it reported.
+        changes: retries and accepted drifts, in order.
+        epochs: first epoch and number of the change that attempts from there on run under.
     """
 
     job_id: str
@@ -42,6 +44,8 @@ class Manifest:
     limit: int | None
     pinned: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    epochs: list[Sequence[int]] = field(default_factory=list)
     created: str = field(default_factory=now_text)
     batchgen: str = batchgen.__version__
     format: int = FORMAT
@@ -49,6 +53,24 @@ class Manifest:
     @staticmethod
     def new_id() -> str:
         return uuid.uuid4().hex
+
+    @property
+    def open_retry(self) -> tuple[int, Change] | None:
+        """Number and record of the retry that goes on."""
+        number = len(self.changes)
+        return (number, self.changes[-1]) if number and self.changes[-1].open else None
+
+    def current_change(self) -> int:
+        """Number of the change that rows are computed under now."""
+        retry = self.open_retry
+        return retry[0] if retry is not None else latest_drift(self.changes)
+
+    def enter(self, epoch: int) -> int:
+        """Note under which change the attempt `epoch` runs; returns its number."""
+        now = self.current_change()
+        if of_epoch(self.epochs, epoch) != now:
+            self.epochs.append((epoch, now))
+        return now
 
     def save(self, folder: JobFolder) -> None:
         """Replace `manifest.json`. Raises StorageError."""
@@ -91,4 +113,4 @@ def load_manifest(folder: JobFolder) -> Manifest | None:
             f"{folder.manifest}: written by batchgen {written_by} in a format that this version "
             f"({batchgen.__version__}) cannot continue; use that version, or choose another output.path"
         )
-    return Manifest(**data)
+    return Manifest(**{**data, "changes": [Change(**change) for change in data.get("changes", [])]})

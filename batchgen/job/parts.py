@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -66,6 +66,8 @@ class PartCommit:
         bytes, digest: size and blake2b-16 of the file.
         mtime_ns: as written; a file that still has it is not read again to be recognised.
         counts: of its rows.
+        change: number of the last retry that it has taken in.
+        settings: which rows were computed under which change of the job, see `changes.Runs`.
     """
 
     part: int
@@ -75,13 +77,16 @@ class PartCommit:
     digest: str
     mtime_ns: int
     counts: Counts = field(default_factory=Counts)
+    change: int = 0
+    settings: Sequence[Sequence[int]] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PartCommit:
-        return cls(**{**data, "counts": Counts(**data["counts"])})
+        settings = tuple(map(tuple, data.get("settings", ())))
+        return cls(**{**data, "counts": Counts(**data["counts"]), "settings": settings})
 
     def matches(self, path: Path) -> bool:
         """Whether this is the file at `path`; reads it only when its time stamp differs."""
@@ -147,6 +152,8 @@ class PartStore:
         compression: str,
         still_owner: Callable[[], None],
         size: int = 0,
+        change: int = 0,
+        settings: Sequence[Sequence[int]] = (),
     ) -> PartCommit:
         """Write a part and put it in place; a part that exists under the name is replaced.
 
@@ -157,6 +164,7 @@ class PartStore:
             compression: zstd or none.
             still_owner: raises when another process has taken over; asked right before the rename.
             size: bytes that it will take, roughly; what a full disk asks for.
+            change, settings: as in `PartCommit`; looked at when all records have passed.
 
         Raises:
             StorageError: nothing has changed in `data/`.
@@ -176,7 +184,15 @@ class PartStore:
             with storage(final, written.bytes):
                 mtime = temporary.stat().st_mtime_ns
                 commit = PartCommit(
-                    part, final.name, written.rows, written.bytes, written.digest, mtime, counts
+                    part,
+                    final.name,
+                    written.rows,
+                    written.bytes,
+                    written.digest,
+                    mtime,
+                    counts,
+                    change,
+                    tuple(settings),
                 )
                 summary = summariser.result().to_json()
                 self._summaries.append([{"part": part, "digest": written.digest, "summary": summary}])

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from batchgen.data.results import OutputPlan, RowResult
+from batchgen.data.results import OutputPlan
 from batchgen.data.source import InputSet
+from batchgen.job.changes import of_epoch
 from batchgen.job.claims import Claim, Claims
+from batchgen.job.condition import DEFAULT, Condition
 from batchgen.job.files import atomic_write, storage
 from batchgen.job.fingerprints import check_drift, diff
 from batchgen.job.folder import JobFolder
 from batchgen.job.index import InputIndex
-from batchgen.job.journal import JournalWriter, Kind, ResultRecord, SegmentName
+from batchgen.job.journal import JournalWriter, SegmentName
 from batchgen.job.manifest import Manifest, load_manifest
-from batchgen.job.part_reader import PartRow, read_part
-from batchgen.job.parts import Counts, PartStore
-from batchgen.job.replay import FoundResult, Replay, replay
+from batchgen.job.parts import Counts, PartCommit, PartStore
+from batchgen.job.replacement import Anew, Replaced, no_row
+from batchgen.job.replay import Replay, replay
+from batchgen.job.retry import begin_retry, refuse_open_retry
 from batchgen.job.run_options import JobSetup
 from batchgen.job.run_stats import RunStats
-from batchgen.types import DriftError, StorageError
+from batchgen.types import DriftError
 
 
 @dataclass(slots=True)
@@ -30,6 +33,7 @@ class OpenJob:
     Args:
         counts: of all rows that have a result, as far as they were met.
         found: what the journal holds beyond the committed parts.
+        replaced: committed parts that are assembled again, until they have been.
     """
 
     folder: JobFolder
@@ -42,15 +46,20 @@ class OpenJob:
     parts: PartStore
     journal: JournalWriter
     stats: RunStats
-    found: Replay
     counts: Counts
     limit: int | None
     input_rows: int | None
+    found: Replay = field(default_factory=Replay.empty)
+    replaced: dict[int, Replaced] = field(default_factory=dict)
 
     def rows_total(self) -> int | None:
         """Rows of the selection; None while the end of the input is unknown."""
         known = [n for n in (self.limit, self.index.end, self.input_rows) if n is not None]
         return min(known, default=None)
+
+    def replacing(self, commit: PartCommit, anew: Anew = no_row, since: int = 0, change: int = 0) -> Replaced:
+        """A committed part as one that is to be replaced."""
+        return Replaced(commit, self.folder.data / commit.file, self.plan.names, anew, since, change)
 
     def note_segment(self, segment: str, row: int) -> None:
         """Remember which part a journal record belongs to."""
@@ -140,9 +149,6 @@ def open_job(setup: JobSetup, folder: JobFolder, claim: Claim, say: Callable[[st
     parts = PartStore(folder, setup.suffix, claim.epoch)
     parts.recognise(say, still_owner)
     index = InputIndex(folder, claim.epoch)
-    found = replay(folder.journal, manifest.job_id, claim.accepted, manifest.part_rows, parts.committed)
-    for sentence in (*index.damaged, *map(str, found.dropped)):
-        say(sentence)
     job = OpenJob(
         folder=folder,
         manifest=manifest,
@@ -154,22 +160,42 @@ def open_job(setup: JobSetup, folder: JobFolder, claim: Claim, say: Callable[[st
         parts=parts,
         journal=JournalWriter(folder.journal, manifest.job_id, claim.epoch),
         stats=RunStats(folder, claim.epoch),
-        found=found,
         counts=Counts(),
         limit=setup.limit,
         input_rows=_input_rows(setup.inputs),
     )
     _check_selection(job)
+    if setup.retry is not None:
+        begin_retry(job, setup.retry)
+    manifest.enter(claim.epoch)
+    _find_replaced(job)
+    job.found = _replay(job, claim)
+    for sentence in (*index.damaged, *map(str, job.found.dropped)):
+        say(sentence)
     still_owner()
     manifest.save(folder)
-    atomic_write(folder.resolved_job, setup.resolved_job.encode(errors="surrogatepass"))
+    if setup.retry is None:
+        atomic_write(folder.resolved_job, setup.resolved_job.encode(errors="surrogatepass"))
     with storage(folder.success, action="removed"):
         folder.success.unlink(missing_ok=True)
-    _reopen_short_parts(job)
     for commit in parts.committed.values():
         job.counts.add(commit.counts)
     job.drop_segments()
     return job
+
+
+def _replay(job: OpenJob, claim: Claim) -> Replay:
+    manifest = job.manifest
+    now = manifest.current_change()
+    return replay(
+        job.folder.journal,
+        manifest.job_id,
+        claim.accepted,
+        manifest.part_rows,
+        job.parts.committed,
+        {part: replaced.since for part, replaced in job.replaced.items()},
+        lambda epoch: of_epoch(manifest.epochs, epoch) == now,
+    )
 
 
 def _manifest(setup: JobSetup, folder: JobFolder, say: Callable[[str], None]) -> tuple[Manifest, OutputPlan]:
@@ -186,6 +212,8 @@ def _manifest(setup: JobSetup, folder: JobFolder, say: Callable[[str], None]) ->
             limit=setup.limit,
         )
     else:
+        if setup.retry is None:
+            refuse_open_retry(folder, manifest)
         notes = check_drift(manifest.fingerprints, setup.fingerprints, manifest.pinned, folder.root)
         if notes:
             say("settings that change no result differ from the first attempt:\n" + "\n".join(notes))
@@ -206,60 +234,28 @@ def _check_selection(job: OpenJob) -> None:
         )
 
 
-def _reopen_short_parts(job: OpenJob) -> None:
-    """A part that ended where an earlier, smaller selection did is assembled again with the rows after it.
-
-    Its results go back to the journal; the file stays in place until the longer one replaces it.
-    """
+def _short_parts(job: OpenJob) -> Iterator[PartCommit]:
+    """Parts that ended where an earlier, smaller selection did; there are rows after them now."""
     size = job.manifest.part_rows
     ends = [end for end in (job.limit, job.index.end) if end is not None]
-    for commit in list(job.parts.committed.values()):
+    for commit in job.parts.committed.values():
         first = commit.part * size
         if commit.rows < min([size, *(end - first for end in ends)]):
-            _reopen(job, commit.part, job.folder.data / commit.file)
-            del job.parts.committed[commit.part]
+            yield commit
 
 
-def _reopen(job: OpenJob, part: int, path: Any) -> None:
-    digests = _row_digests(job, part)
-    try:
-        kept = [row for row in read_part(path, job.plan.names) if row.row in digests]
-    except ValueError as error:
-        raise StorageError(f"{error}; move it away, then run the same command again") from error
-    for row in kept:
-        message = _message(row)
-        job.journal.append(Kind.RESULT, row.row, ResultRecord(digests[row.row], message).pack())
-    for record, row in zip(job.journal.commit(), kept, strict=True):
-        job.note_segment(record.location.segment, row.row)
-        result = row.result
-        job.found.results[row.row] = FoundResult(
-            job.epoch, record.location, digests[row.row], result.status, result.usage
-        )
-
-
-def _row_digests(job: OpenJob, part: int) -> dict[int, bytes]:
-    """Content hashes of the readable rows of a part."""
-    first, size = part * job.manifest.part_rows, job.manifest.part_rows
-    digests = {}
-    for row in job.inputs.rows(job.index.nearest_start(part)):
-        if row.ordinal >= first + size:
-            break
-        if row.ordinal >= first and row.error is None:
-            digests[row.ordinal] = row.digest
-    return digests
-
-
-def _message(row: PartRow) -> dict[str, Any]:
-    """A row of a part as the worker once reported it."""
-    result: RowResult = row.result
-    return {
-        "status": result.status,
-        "text": result.generated_text,
-        "finish_reason": result.finish_reason,
-        "stop_reason": result.stop_reason,
-        "error": result.error and [result.error.error_class.value, result.error.message],
-        "usage": result.usage and list(result.usage),
-    }
+def _find_replaced(job: OpenJob) -> None:
+    """Take committed parts that are assembled again out of those that are final."""
+    for commit in _short_parts(job):
+        job.replaced[commit.part] = job.replacing(commit, change=commit.change)
+    if job.manifest.open_retry is not None:
+        number, retry = job.manifest.open_retry
+        anew = Condition.parse(retry.where or DEFAULT)
+        for commit in job.parts.committed.values():
+            if commit.change < number and retry.covers(commit.part):
+                job.replaced[commit.part] = job.replacing(commit, anew, retry.epoch, number)
+    for part in job.replaced:
+        del job.parts.committed[part]
 
 
 def _input_rows(inputs: InputSet) -> int | None:

@@ -5,9 +5,10 @@ output tokens known so far of those that have none. Read when a run begins, and 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from batchgen.job.journal import (
@@ -56,9 +57,20 @@ class Replay:
     parts_of: dict[str, set[int]]
     dropped: list[Dropped]
 
+    @classmethod
+    def empty(cls) -> Replay:
+        """Of a journal that says nothing."""
+        return cls({}, {}, {}, [])
+
 
 def replay(
-    folder: Path, job_id: str, accepted: Mapping[str, int], part_rows: int, committed: Mapping[int, Any]
+    folder: Path,
+    job_id: str,
+    accepted: Mapping[str, int],
+    part_rows: int,
+    committed: Mapping[int, Any],
+    since: Mapping[int, int] = MappingProxyType({}),
+    same_settings: Callable[[int], bool] = lambda epoch: True,
 ) -> Replay:
     """Read the journal up to the accepted lengths.
 
@@ -72,8 +84,10 @@ def replay(
         accepted: segment name to bytes.
         part_rows: rows in one part.
         committed: parts whose rows are final, by number.
+        since: by part, the epoch before which records say nothing of it any more.
+        same_settings: whether rows that were begun in an epoch may go on now.
     """
-    found = Replay({}, {}, {}, [])
+    found = Replay.empty()
     names = sorted(filter(None, map(SegmentName.parse, accepted)))
     for segment in names:
         name = str(segment)
@@ -81,7 +95,9 @@ def replay(
         for record in read_segment(folder, job_id, name, accepted[name], found.dropped):
             part = record.row // part_rows
             found.parts_of[name].add(part)
-            if part not in committed:
+            if part in committed or segment.epoch < since.get(part, 0):
+                continue
+            if record.kind != Kind.PARTIAL or same_settings(segment.epoch):
                 _apply(found, segment.epoch, record)
     for row in found.results:
         found.partials.pop(row, None)

@@ -24,6 +24,7 @@ from batchgen.job.manifest import load_manifest
 from batchgen.job.parts import Counts, recognise_parts
 from batchgen.job.progress import Progress
 from batchgen.job.recovery import OpenJob, open_job
+from batchgen.job.retry import NothingToRetry, finish_retry
 from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
 from batchgen.job.stop_signals import stop_signals
 from batchgen.job.supervisor import Supervisor
@@ -57,7 +58,7 @@ def run_job(
         BatchgenError: what ended it; `exit_code` says which kind. What was finished is on disk.
     """
     folder = JobFolder(setup.output)
-    if not options.overwrite:
+    if not options.overwrite and setup.retry is None:
         done = _already_complete(setup, options, folder)
         if done is not None:
             return done
@@ -125,6 +126,7 @@ def _run_owned(
         with stop_signals(lambda name: events.put(StopAsked(name)), partial(_abandon, running)):
             job = open_job(setup, folder, claim, tell)
             try:
+                attempt.change = job.manifest.current_change()
                 supervisor = Supervisor(
                     job,
                     options,
@@ -141,6 +143,9 @@ def _run_owned(
                 result = _finish(job, options, stopped)
             finally:
                 job.close()
+    except NothingToRetry as nothing:
+        attempt.finish(folder, str(nothing), COMPLETE)
+        return RunResult(COMPLETE, str(nothing), Counts())
     except BatchgenError as error:
         _record_end(attempt, folder, type(error).__name__, error.exit_code, str(error))
         raise
@@ -165,6 +170,9 @@ def _finish(job: OpenJob, options: RunOptions, stopped: str | None) -> RunResult
     job.drop_journal()
     success = {"rows": rows, "parts": len(job.parts.committed), "whole_input": rows == job.index.end}
     atomic_write(job.folder.success, json.dumps(success).encode() + b"\n")
+    # Last, so that a retry killed before this is continued, and finds nothing left to do.
+    if finish_retry(job.manifest):
+        job.manifest.save(job.folder)
     return _complete(job.counts, options, f"complete: all {rows:,} rows have a result")
 
 

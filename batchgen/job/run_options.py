@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from batchgen.data.source import InputSet
     from batchgen.job.fingerprints import Fingerprints
     from batchgen.job.parts import Counts
+    from batchgen.job.retry import Retry
     from batchgen.job.spec import JobSpec
     from batchgen.text.prompt_spec import PromptSpec
 
@@ -52,6 +53,7 @@ class JobSetup:
         part_rows: rows in one part, at the first attempt.
         limit: rows of the selection; None for all.
         resolved_job: text of job.resolved.yaml.
+        retry: rows to compute anew, under `worker_config`; None for an ordinary run.
     """
 
     output: Path
@@ -65,6 +67,7 @@ class JobSetup:
     part_rows: int
     limit: int | None
     resolved_job: str
+    retry: Retry | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

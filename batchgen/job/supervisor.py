@@ -93,6 +93,7 @@ class Supervisor:
             limit=job.limit,
             columns=columns,
             committed=job.parts.committed,
+            replaced=job.replaced,
             found=job.found,
             parts=options.window_parts or FEWEST_PARTS,
             counts=job.counts,

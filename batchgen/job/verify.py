@@ -13,6 +13,7 @@ from typing import Any
 
 from batchgen.data.row import PartIndexer
 from batchgen.data.source import InputSet
+from batchgen.job.changes import numbered, rows_by_number
 from batchgen.job.files import storage
 from batchgen.job.fingerprints import Fingerprints, check_drift, digest
 from batchgen.job.folder import PART_NAME, TEMPORARY, JobFolder
@@ -20,7 +21,7 @@ from batchgen.job.index import InputIndex
 from batchgen.job.linelog import read_folder
 from batchgen.job.manifest import Manifest, require_manifest
 from batchgen.job.part_reader import PartRow, read_part
-from batchgen.job.parts import Counts, PartCommit, file_digest
+from batchgen.job.parts import Counts, PartCommit, file_digest, recognise_parts
 from batchgen.types import DriftError, InputError, Status, StorageError
 
 MOST_FAULTS = 100
@@ -75,6 +76,7 @@ def verify_folder(
     manifest = require_manifest(folder)
     report = VerifyReport(str(root))
     _check_fingerprints(folder, manifest, fingerprints, report)
+    _check_changes(folder, manifest, report)
     recorded = _recorded_parts(folder, report)
     present = _present_parts(folder, report)
     for part in sorted(present):
@@ -98,6 +100,19 @@ def _check_fingerprints(
             check_drift(manifest.fingerprints, now, manifest.pinned, folder.root)
         except DriftError as error:
             report.fault(str(error))
+
+
+def _check_changes(folder: JobFolder, manifest: Manifest, report: VerifyReport) -> None:
+    """Say which rows were computed under other settings than the job's first ones."""
+    if manifest.open_retry is not None:
+        retry = manifest.open_retry[1].describe()
+        report.fault(f"{folder.root}: a {retry}, was begun and has not ended; run `batchgen retry` again")
+    parts = recognise_parts(folder).values()
+    rows = rows_by_number(commit.settings for commit in parts)
+    for number, change in numbered(manifest.changes):
+        report.notes += [f"{rows.pop(number, 0):,} rows: {change.describe()}", *change.differences]
+    for number, count in rows.items():
+        report.fault(f"{folder.manifest}: {count:,} rows were computed under change {number}, which it lacks")
 
 
 def _recorded_parts(folder: JobFolder, report: VerifyReport) -> dict[int, list[PartCommit]]:

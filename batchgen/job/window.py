@@ -12,15 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchgen.data.prompt_values import prompt_values
+from batchgen.data.results import RowResult
 from batchgen.data.row import PartIndexEntry, PartIndexer, Position, Row
 from batchgen.data.source import InputSet
 from batchgen.job.index import InputIndex, changed_input
 from batchgen.job.journal import Location
 from batchgen.job.parts import Counts
+from batchgen.job.replacement import KeptRows, Replaced
 from batchgen.job.replay import FoundPartial, FoundResult, Replay
 from batchgen.types import InputError
 
 _ROW_BYTES = 200
+# Each holds the results that stay, about a megabyte.
+MOST_REPLACED_PARTS = 32
 
 
 @dataclass(slots=True)
@@ -48,16 +52,19 @@ class OpenPart:
     Args:
         part: its number.
         indexer: digests of the rows that were read.
-        done: row to where its result lies; None for a row that could not be read and needs no result.
+        done: row to where its result lies, or the result itself where it stays from the part that this one
+            replaces; None for a row that could not be read and needs no result.
         entry: set when all of its rows have been read.
         notes: what was repaired while reading: rows, and the first of them.
+        kept: rows of the part that this one replaces.
     """
 
     part: int
     indexer: PartIndexer
-    done: dict[int, Location | None] = field(default_factory=dict)
+    done: dict[int, Location | RowResult | None] = field(default_factory=dict)
     entry: PartIndexEntry | None = None
     notes: dict[str, list[int]] = field(default_factory=dict)
+    kept: KeptRows | None = None
 
     @property
     def whole(self) -> bool:
@@ -75,6 +82,7 @@ class Window:
         limit: rows of the selection; None for all.
         columns: that the prompt needs.
         committed: parts that are final, by number; looked at again as it grows.
+        replaced: committed parts that are assembled again.
         found: what the journal says of other rows.
         parts: most parts that are open at a time.
         counts: gets the rows that need to run no more.
@@ -92,6 +100,7 @@ class Window:
         limit: int | None,
         columns: Iterable[str],
         committed: Container[int],
+        replaced: Mapping[int, Replaced],
         found: Replay,
         parts: int,
         counts: Counts,
@@ -104,6 +113,7 @@ class Window:
         self._limit = limit
         self._columns = tuple(columns)
         self._committed = committed
+        self._replaced = replaced
         self._results: dict[int, FoundResult] = found.results
         self._partials: dict[int, FoundPartial] = found.partials
         self.parts = parts
@@ -153,6 +163,8 @@ class Window:
         # Only a generator has something to close; an `InputSet` parks its reader then.
         getattr(self._rows, "close", lambda: None)()
         self._rows = None
+        if self._reading is not None and self._reading.kept is not None:
+            self._reading.kept.close()
 
     def _open_next(self) -> bool:
         if self.exhausted:
@@ -163,13 +175,20 @@ class Window:
         if self._beyond(self._limit, first) or self._beyond(self._index.end, first):
             self.exhausted = True
             return False
-        if len(self._open) >= self.parts:
+        if self._full():
             return False
         self._go_to(first)
-        self._reading = OpenPart(self._next_part, PartIndexer(self._next_part, self._position))
+        replaced = self._replaced.get(self._next_part)
+        kept = None if replaced is None else replaced.kept()
+        self._reading = OpenPart(self._next_part, PartIndexer(self._next_part, self._position), kept=kept)
         self._open[self._next_part] = self._reading
         self._next_part += 1
         return True
+
+    def _full(self) -> bool:
+        """Whether enough parts are open. Of one that is replaced few rows run, so more of them may be."""
+        ordinary = sum(part.part not in self._replaced for part in self._open.values())
+        return ordinary >= self.parts or len(self._open) >= max(self.parts, MOST_REPLACED_PARTS)
 
     @staticmethod
     def _beyond(end: int | None, first: int) -> bool:
@@ -232,6 +251,11 @@ class Window:
             return None
         result = self._results.pop(row.ordinal, None)
         partial = self._partials.pop(row.ordinal, None)
+        stays = None if part.kept is None else part.kept.result(row.ordinal)
+        if stays is not None:
+            part.done[row.ordinal] = stays
+            self._counts.count(stays.status, stays.usage)
+            return None
         if result is not None and result.digest == row.digest:
             part.done[row.ordinal] = result.location
             self._counts.count(result.status, result.usage)
@@ -242,6 +266,8 @@ class Window:
 
     def _close_reading(self, part: OpenPart) -> None:
         part.entry = part.indexer.entry()
+        if part.kept is not None:
+            part.kept.close()
         self._index.record(part.entry, self._position)
         if part.notes:
             self._on_notes(part.part, part.notes)

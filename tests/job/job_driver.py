@@ -22,6 +22,7 @@ from batchgen.data.sink import part_suffix
 from batchgen.data.source import open_input
 from batchgen.job.files import FileOps
 from batchgen.job.fingerprints import Fingerprints
+from batchgen.job.retry import Retry
 from batchgen.job.run import run_job
 from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
 from batchgen.types import BatchgenError
@@ -46,6 +47,7 @@ class Settings:
     worker: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     crash_at: int | None = None
+    retry: dict[str, Any] | None = None
 
     def worker_config(self) -> dict[str, Any]:
         return {
@@ -66,10 +68,7 @@ class Settings:
 
 def setup_of(settings: Settings) -> JobSetup:
     inputs = open_input([settings.input])
-    result = {
-        "model": {"dtype": "auto", "max_model_len": None},
-        "sampling": {"temperature": settings.temperature},
-    }
+    result = result_of(settings.temperature)
     fingerprints = Fingerprints(
         input={"format": 1, "files": inputs.fingerprint()}, result=result, engine={"workers": 1}
     )
@@ -85,7 +84,21 @@ def setup_of(settings: Settings) -> JobSetup:
         part_rows=settings.part_rows,
         limit=settings.limit,
         resolved_job="model: fake\n",
+        retry=retry_of(settings),
     )
+
+
+def result_of(temperature: float) -> dict[str, Any]:
+    return {"model": {"dtype": "auto", "max_model_len": None}, "sampling": {"temperature": temperature}}
+
+
+def retry_of(settings: Settings) -> Retry | None:
+    if settings.retry is None:
+        return None
+    temperature = settings.retry["temperature"]
+    sets = () if temperature is None else (f"sampling.temperature={temperature}",)
+    result = result_of(settings.temperature if temperature is None else temperature)
+    return Retry(where=settings.retry["where"], sets=sets, result=result)
 
 
 def run_here(settings: Settings, said: list[str] | None = None) -> RunResult:
