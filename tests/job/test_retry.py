@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,34 @@ from batchgen.types import DriftError, ErrorClass, RowError, UsageError
 FAILED = [3, 27, 44]
 
 
+def failing(*rows: int) -> dict[str, Any]:
+    """An engine that is too slow for some rows."""
+    return {"faults": [{"do": "timeout", "rows": rows}]}
+
+
 def job(tmp_path: Path, **changes: Any) -> Settings:
     """60 rows of which three fail; rows 16, 33 and 50 cannot be read."""
     path = tmp_path / "in.jsonl"
     if not path.exists():
         write_jsonl(path, 60)
-    settings = Settings(
-        output=str(tmp_path / "out"), input=str(path), worker={"error_rows": FAILED}, **changes
-    )
+    settings = Settings(output=str(tmp_path / "out"), input=str(path), worker=failing(*FAILED), **changes)
     assert run_here(settings).exit_code == 0
     settings.worker = {}
     return settings
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, bytes]]:
+    """By output format, the data/ of a run in which no row failed."""
+
+    @cache
+    def made(output_format: str) -> dict[str, bytes]:
+        root = tmp_path_factory.mktemp("calm")
+        path = write_jsonl(root / "in.jsonl", 60)
+        run_here(Settings(output=str(root / "out"), input=str(path), format=output_format))
+        return data_bytes(root / "out")
+
+    return made
 
 
 def retry(settings: Settings, where: str | None = None, temperature: float | None = None) -> Any:
@@ -51,15 +70,13 @@ def failed_rows(settings: Settings) -> list[int]:
 
 
 @pytest.mark.parametrize("output_format", ["jsonl", "parquet"])
-def test_failed_rows_run_anew_and_nothing_else_changes(tmp_path: Path, output_format: str) -> None:
+def test_failed_rows_run_anew_and_nothing_else_changes(tmp_path: Path, output_format: str, calm: Any) -> None:
     settings = job(tmp_path, format=output_format)
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out/data").iterdir()}
     result = retry(settings)
     assert (result.exit_code, result.counts.ok, result.counts.error) == (0, 57, 3)
     assert failed_rows(settings) == [16, 33, 50]
-    calm = Settings(output=str(tmp_path / "calm"), input=settings.input, format=output_format)
-    run_here(calm)
-    assert data_bytes(Path(settings.output)) == data_bytes(tmp_path / "calm")
+    assert data_bytes(Path(settings.output)) == calm(output_format)
     after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out/data").iterdir()}
     touched = [name for name in before if before[name] != after[name]]
     assert [int(name[5:11]) for name in sorted(touched)] == [0, 2, 4]
@@ -73,9 +90,9 @@ def test_failed_rows_run_anew_and_nothing_else_changes(tmp_path: Path, output_fo
 def test_nothing_to_retry_leaves_the_folder_alone(tmp_path: Path) -> None:
     settings = job(tmp_path)
     manifest = (tmp_path / "out/manifest.json").read_bytes()
-    result = retry(settings, "timeout,engine_oom")
+    result = retry(settings, "nonfinite,engine_oom")
     assert result.exit_code == 0
-    assert "no row meets timeout,engine_oom; nothing to retry" in result.reason
+    assert "no row meets nonfinite,engine_oom; nothing to retry" in result.reason
     assert (tmp_path / "out/manifest.json").read_bytes() == manifest
     assert (tmp_path / "out/_SUCCESS").exists()
 
@@ -125,8 +142,8 @@ def test_a_retry_that_goes_on_is_not_mixed_with_another_or_with_a_run(tmp_path: 
     assert verify_folder(tmp_path / "out").ok
 
 
-@pytest.mark.parametrize("first", [18, 38, 52, 70])
-def test_a_retry_killed_anywhere_ends_in_the_same_bytes(tmp_path: Path, first: int) -> None:
+@pytest.mark.parametrize("first", [38, 66])
+def test_a_retry_killed_anywhere_ends_in_the_same_bytes(tmp_path: Path, first: int, calm: Any) -> None:
     settings = job(tmp_path)
     names = {path.name for path in (tmp_path / "out/data").iterdir()}
     settings.retry = {"where": None, "temperature": None}
@@ -136,15 +153,13 @@ def test_a_retry_killed_anywhere_ends_in_the_same_bytes(tmp_path: Path, first: i
         assert [r["row"] for r in read_output(tmp_path / "out")] == list(range(60))
     settings.crash_at = None
     run_here(settings)
-    calm = Settings(output=str(tmp_path / "calm"), input=settings.input)
-    run_here(calm)
-    assert data_bytes(tmp_path / "out") == data_bytes(tmp_path / "calm")
+    assert data_bytes(tmp_path / "out") == calm("jsonl")
     assert {path.name for path in (tmp_path / "out/data").iterdir()} == names
 
 
 def test_rows_that_fail_again_are_not_retried_for_ever(tmp_path: Path) -> None:
     settings = job(tmp_path)
-    settings.worker = {"error_rows": [27]}
+    settings.worker = failing(27)
     assert retry(settings).counts.error == 4
     assert failed_rows(settings) == [16, 27, 33, 50]
 
