@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from batchgen.cli.checks import Prepared
     from batchgen.cli.progress import Display
     from batchgen.job.progress import Progress
-    from batchgen.job.run_options import JobSetup, Launcher, RunResult
+    from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
     from batchgen.job.spec import JobSpec
 
 ROWS_FOR_IDS = 10_000
@@ -98,6 +98,7 @@ class Job:
         self,
         *,
         overwrite: bool = False,
+        accept_drift: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
         display: Display | None = None,
         launch: Launcher | None = None,
@@ -109,6 +110,8 @@ class Job:
 
         Args:
             overwrite: remove what the output folder holds and start over.
+            accept_drift: where the job differs from the one that the folder belongs to, keep what is finished
+                and compute the other rows as the job says now.
             on_progress: called a few times a second.
             display: shows progress; None: as `run.progress` says, on standard error.
             launch: starts a worker process; None: one of this machine.
@@ -121,6 +124,7 @@ class Job:
             self.spec,
             lambda found: setup_of(self.spec, found),
             overwrite=overwrite,
+            accept_drift=accept_drift,
             on_progress=on_progress,
             display=display,
             launch=launch,
@@ -132,6 +136,7 @@ def drive(
     prepare: Callable[[Prepared], JobSetup],
     *,
     overwrite: bool = False,
+    accept_drift: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     display: Display | None = None,
     launch: Launcher | None = None,
@@ -144,31 +149,30 @@ def drive(
     """
     from batchgen.cli import checks
     from batchgen.cli.progress import make_progress
+    from batchgen.job.run_options import options_from_spec
 
     report = checks.Report()
     with closing(checks.check_job(spec, report, rows_for_ids=ROWS_FOR_IDS)) as found:
         report.raise_faults()
         setup = prepare(found)
+        options = options_from_spec(spec, overwrite=overwrite, accept_drift=accept_drift)
         with closing(display or make_progress(spec.run.progress)) as shown:
             for note in (*spec.notes, *report.notes):
                 shown.note(f"note: {note}")
-            result = _run(spec, setup, shown, on_progress, launch, overwrite=overwrite)
+            result = _run(setup, shown, options, on_progress, launch)
     return JobResult(setup.output, result)
 
 
 def _run(
-    spec: JobSpec,
     setup: JobSetup,
     display: Display,
+    options: RunOptions,
     on_progress: Callable[[Progress], None] | None,
     launch: Launcher | None,
-    *,
-    overwrite: bool,
 ) -> RunResult:
     from batchgen.cli.progress import Tally
     from batchgen.dist.handle import launch_worker
     from batchgen.job.run import run_job
-    from batchgen.job.run_options import options_from_spec
 
     tally = Tally(display)
 
@@ -177,7 +181,6 @@ def _run(
         if on_progress is not None:
             on_progress(snapshot)
 
-    options = options_from_spec(spec, overwrite=overwrite)
     result = run_job(setup, options, launch=launch or launch_worker, report=report, say=display.note)
     display.note(result.reason)
     if spoken := tally.lines():

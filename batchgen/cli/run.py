@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N rows (input.limit).")
 @SET
 @click.option("--overwrite", is_flag=True, help="Remove what the output folder holds and start over.")
+@click.option(
+    "--accept-drift",
+    is_flag=True,
+    help="Where the job has changed: keep what is finished, compute the other rows as the job says now.",
+)
 @click.option("--max-time", metavar="DURATION", help="Stop by then, to be continued (run.max_time): 90m, 8h.")
 @click.option(
     "--progress",
@@ -32,6 +37,7 @@ def command(
     limit: int | None,
     sets: tuple[str, ...],
     overwrite: bool,
+    accept_drift: bool,
     max_time: str | None,
     progress: str | None,
 ) -> int:
@@ -44,7 +50,7 @@ def command(
     from batchgen.job.load import load_job
 
     spec = load_job(job, [*sets, *_flags(limit, max_time, progress)])
-    return Job.from_spec(spec).run(overwrite=overwrite, launch=launch).exit_code
+    return Job.from_spec(spec).run(overwrite=overwrite, accept_drift=accept_drift, launch=launch).exit_code
 
 
 def _flags(limit: int | None, max_time: str | None, progress: str | None) -> list[Override]:

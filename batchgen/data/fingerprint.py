@@ -1,20 +1,62 @@
 """The cheap check, at every start, that the input is still the one that the output folder belongs to.
 
-The manifest keeps `input_fingerprint`; on resume the job compares and prints `describe_changes`. The content
-itself is guarded by the digests of the input index.
+The manifest keeps `input_fingerprint`; on resume the job calls `compare_inputs`. The content itself is
+guarded by the digests of the input index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from batchgen.data.input_file import InputFile
+
+_WHEN = ("mtime_ns", "version")
 
 
 def input_fingerprint(files: Sequence[InputFile]) -> dict[str, Any]:
     """JSON-able: the ordered files with path as given, size, mtime in nanoseconds and Parquet footer hash."""
     return {"version": 1, "format": files[0].format, "files": [_entry(file) for file in files]}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """An input against what it was.
+
+    Args:
+        changes: what differs for certain, one sentence for each file or fact.
+        doubtful: paths of files of the same name and size that were written at another time: only their
+            content tells.
+        moved: whether a file lies elsewhere.
+    """
+
+    changes: list[str]
+    doubtful: list[str]
+    moved: bool
+
+
+def compare_inputs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Comparison:
+    """Tell a changed input from one that was moved or touched.
+
+    A file of the same name, size and time, at the same place in the list, is the same file wherever it lies:
+    its rows are guarded by their digests when they are read again.
+    """
+    facts = [
+        (side["version"], side["format"], [_lasting(file) for file in side["files"]]) for side in (old, new)
+    ]
+    if facts[0] != facts[1]:
+        return Comparison(describe_changes(old, new), [], moved=False)
+    pairs = list(zip(old["files"], new["files"], strict=True))
+    doubtful = [b["path"] for a, b in pairs if any(a.get(key) != b.get(key) for key in _WHEN)]
+    return Comparison([], doubtful, moved=any(a["path"] != b["path"] for a, b in pairs))
+
+
+def _lasting(file: Mapping[str, Any]) -> dict[str, Any]:
+    """What stays of a file that is copied or touched; its name may be part of its rows' ids."""
+    stays = {key: value for key, value in file.items() if key not in ("path", "commit", *_WHEN)}
+    return {**stays, "name": PurePosixPath(file["path"]).name}
 
 
 def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """What a job's results depend on, so that a resumed job never mixes two.
 
-`run` makes them at each start; the supervisor keeps them in the manifest and calls `check_drift`. `input`
-and `result` block on change; `engine` never does. Each is canonical JSON, so that a difference can be
+`run` makes them at each start; recovery keeps them in the manifest and compares (`drift.py`). `input` and
+`result` block on change; `engine` never does. Each is canonical JSON, so that a difference can be
 shown field by field, and its SHA-256.
 """
 
@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchgen.data.fingerprint import describe_changes
-from batchgen.job.faults import dotted, show_value
 from batchgen.job.file_hash import hash_file, hash_files
 from batchgen.job.resolved import resolved_dict
 from batchgen.job.spec import JobSpec
 from batchgen.text.tokenizer import fingerprint as tokenizer_fingerprint
-from batchgen.types import DriftError
 
 FORMAT = 1
 WEIGHTS = ("*.safetensors", "*.bin", "config.json")
-SHOWN = 100
-MOST_DIFFERENCES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,91 +107,6 @@ def digest(part: Mapping[str, Any]) -> str:
     """SHA-256 of canonical JSON: sorted keys, no spaces, ASCII only."""
     text = json.dumps(part, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def check_drift(
-    old: Mapping[str, Any], new: Fingerprints, pinned: Mapping[str, Any], folder: Path | str
-) -> list[str]:
-    """Compare with what the output folder belongs to.
-
-    Args:
-        old: `Fingerprints.to_dict()` from the manifest.
-        new: of the job as it is now.
-        pinned: numeric choices made at the first attempt, which fill what either side left open.
-        folder: the output folder, for the message.
-
-    Returns:
-        Differences in the engine's part, as notes.
-
-    Raises:
-        DriftError: the input or what decides results differs; shows every difference and what to do.
-    """
-    differences = _input_differences(old["input"], new.input)
-    differences += diff(_filled(old["result"], pinned), _filled(new.result, pinned))
-    if differences:
-        shown = differences[:MOST_DIFFERENCES]
-        if len(differences) > len(shown):
-            shown.append(f"… and {len(differences) - len(shown)} more")
-        raise DriftError(
-            f"{folder} belongs to a job that differs from this one:\n"
-            + "\n".join(shown)
-            + "\nUndo the change to continue, choose another output.path to keep both, "
-            "or start this folder over with --overwrite."
-        )
-    return diff(old["engine"], new.engine)
-
-
-def _input_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    files = [f"  {change}" for change in describe_changes(old["files"], new["files"])]
-    rest = [{key: value for key, value in part.items() if key != "files"} for part in (old, new)]
-    return files + diff({"input": rest[0]}, {"input": rest[1]})
-
-
-def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Readable differences, three lines each: the field, the old and the new value.
-
-    Null and absent are the same, so that a key added by a later version, and left alone, is no difference.
-    """
-    before, after = dict(_leaves(old, ())), dict(_leaves(new, ()))
-    paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
-    return [_difference(path, before.get(path), after.get(path)) for path in paths]
-
-
-def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _leaves(inner, (*path, str(key)))
-    else:
-        yield path, value
-
-
-def _difference(path: tuple[str, ...], old: Any, new: Any) -> str:
-    start = 0
-    if isinstance(old, str) and isinstance(new, str):
-        start = _common_prefix(old, new)
-    return f"  {dotted(path)}\n    - {_window(old, start)}\n    + {_window(new, start)}"
-
-
-def _common_prefix(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _window(value: Any, difference: int) -> str:
-    """A value in one line; of a long text the surroundings of the first difference."""
-    if not isinstance(value, str) or len(value) <= SHOWN:
-        return show_value(value)
-    start = max(0, min(difference - SHOWN // 4, len(value) - SHOWN))
-    head, tail = "…" if start else "", "…" if start + SHOWN < len(value) else ""
-    return f"{head}{value[start : start + SHOWN]!r}{tail}"
-
-
-def _filled(result: Mapping[str, Any], pinned: Mapping[str, Any]) -> dict[str, Any]:
-    """A result part with open choices (`auto`, null) replaced by what the first attempt pinned."""
-    model = {
-        key: pinned.get(key, value) if value in ("auto", None) else value
-        for key, value in result["model"].items()
-    }
-    return {**result, "model": model}
 
 
 def _concealed(literal: str, value: str) -> str:

@@ -6,7 +6,7 @@ found however it was changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from batchgen.data.row import PartIndexEntry, Position
@@ -78,6 +78,17 @@ class InputIndex:
         if self.end is None:
             self._append({"end": rows})
 
+    def reset(self, entries: Iterable[tuple[PartIndexEntry, Position]]) -> None:
+        """Forget everything but these entries, each with where the row after its part begins.
+
+        For an input that was changed behind the parts that stay.
+        """
+        entries = list(entries)
+        self._append({"reset": True})
+        for entry, following in entries:
+            self.record(entry, following)
+        self.sync()
+
     def sync(self) -> None:
         """Force what was recorded to disk."""
         if self._log is not None:
@@ -94,6 +105,9 @@ class InputIndex:
         self._apply(record)
 
     def _apply(self, record: dict[str, Any]) -> None:
+        if "reset" in record:
+            self.end, self._entries, self._starts = None, {}, {0: Position()}
+            return
         if "end" in record:
             self.end = record["end"]
             return

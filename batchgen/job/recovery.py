@@ -8,11 +8,12 @@ from typing import Any
 
 from batchgen.data.results import OutputPlan
 from batchgen.data.source import InputSet
+from batchgen.job.accepted import settle_drift
 from batchgen.job.changes import of_epoch
 from batchgen.job.claims import Claim, Claims
 from batchgen.job.condition import DEFAULT, Condition
+from batchgen.job.drift import diff
 from batchgen.job.files import atomic_write, storage
-from batchgen.job.fingerprints import check_drift, diff
 from batchgen.job.folder import JobFolder
 from batchgen.job.index import InputIndex
 from batchgen.job.journal import JournalWriter, SegmentName
@@ -117,7 +118,14 @@ class OpenJob:
             log.close()
 
 
-def open_job(setup: JobSetup, folder: JobFolder, claim: Claim, say: Callable[[str], None]) -> OpenJob:
+def open_job(
+    setup: JobSetup,
+    folder: JobFolder,
+    claim: Claim,
+    say: Callable[[str], None],
+    *,
+    accept_drift: bool = False,
+) -> OpenJob:
     """Recover a folder that this process owns, or begin a new job in it.
 
     Args:
@@ -125,6 +133,7 @@ def open_job(setup: JobSetup, folder: JobFolder, claim: Claim, say: Callable[[st
         folder: created, owned.
         claim: this process's.
         say: gets a sentence for each thing that was found damaged.
+        accept_drift: go on where the job differs from the folder's, and record it.
 
     Raises:
         DriftError: the folder belongs to another job, or has more rows than are asked for now.
@@ -145,10 +154,12 @@ def open_job(setup: JobSetup, folder: JobFolder, claim: Claim, say: Callable[[st
     if load_manifest(folder) is None:
         still_owner()
         folder.forget_job()
-    manifest, plan = _manifest(setup, folder, say)
+    index = InputIndex(folder, claim.epoch)
+    manifest, plan = _manifest(setup, folder)
     parts = PartStore(folder, setup.suffix, claim.epoch)
     parts.recognise(say, still_owner)
-    index = InputIndex(folder, claim.epoch)
+    still_owner()
+    settle_drift(setup, folder, manifest, index, parts.committed, claim.epoch, say, accept=accept_drift)
     job = OpenJob(
         folder=folder,
         manifest=manifest,
@@ -198,7 +209,7 @@ def _replay(job: OpenJob, claim: Claim) -> Replay:
     )
 
 
-def _manifest(setup: JobSetup, folder: JobFolder, say: Callable[[str], None]) -> tuple[Manifest, OutputPlan]:
+def _manifest(setup: JobSetup, folder: JobFolder) -> tuple[Manifest, OutputPlan]:
     manifest = load_manifest(folder)
     if manifest is None:
         plan = setup.new_plan()
@@ -214,9 +225,6 @@ def _manifest(setup: JobSetup, folder: JobFolder, say: Callable[[str], None]) ->
     else:
         if setup.retry is None:
             refuse_open_retry(folder, manifest)
-        notes = check_drift(manifest.fingerprints, setup.fingerprints, manifest.pinned, folder.root)
-        if notes:
-            say("settings that change no result differ from the first attempt:\n" + "\n".join(notes))
         plan = OutputPlan.from_json(manifest.output_plan, setup.inputs)
         manifest.limit = setup.limit
     return manifest, plan

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.job.changes import RETRY, Change, stretches
 from batchgen.job.condition import DEFAULT, Condition
-from batchgen.job.fingerprints import diff
+from batchgen.job.drift import diff
 from batchgen.job.part_reader import read_part
 from batchgen.job.parts import PartCommit
 from batchgen.types import DriftError, StorageError, UsageError

@@ -15,9 +15,9 @@ from typing import Any
 
 from batchgen.job.attempts import Attempt
 from batchgen.job.claims import Claims
+from batchgen.job.drift import find_drift
 from batchgen.job.events import StopAsked
 from batchgen.job.files import atomic_write
-from batchgen.job.fingerprints import check_drift
 from batchgen.job.folder import JobFolder
 from batchgen.job.lease import Lease, Owner, acquire_lease
 from batchgen.job.manifest import load_manifest
@@ -76,7 +76,11 @@ def _already_complete(setup: JobSetup, options: RunOptions, folder: JobFolder) -
     manifest = load_manifest(folder)
     if manifest is None:
         return None
-    check_drift(manifest.fingerprints, setup.fingerprints, manifest.pinned, folder.root)
+    drift = find_drift(manifest.fingerprints, setup.fingerprints, manifest.pinned)
+    if drift.differences and not options.accept_drift:
+        raise drift.refusal(folder.root)
+    if drift.differences or drift.doubtful or drift.moved:
+        return None
     try:
         success: dict[str, Any] = json.loads(folder.success.read_bytes())
         rows, whole_input = success["rows"], success["whole_input"]
@@ -124,7 +128,7 @@ def _run_owned(
     lease.start(lambda: events.put(StopAsked(str(lost), lost)))
     try:
         with stop_signals(lambda name: events.put(StopAsked(name)), partial(_abandon, running)):
-            job = open_job(setup, folder, claim, tell)
+            job = open_job(setup, folder, claim, tell, accept_drift=options.accept_drift)
             try:
                 attempt.change = job.manifest.current_change()
                 supervisor = Supervisor(

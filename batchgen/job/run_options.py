@@ -84,6 +84,7 @@ class RunOptions:
         fail_fast: stop at the first error row.
         stop_on_bad_row: stop at the first row that cannot be read.
         overwrite: remove what the folder holds and start over.
+        accept_drift: keep what is finished and go on under other settings, or with another input behind it.
         workers: worker processes.
         window_parts: most parts that are open at a time; None: as many as keep the workers busy.
         in_flight_bytes: most bytes of rows that are with a worker.
@@ -98,6 +99,7 @@ class RunOptions:
     fail_fast: bool = False
     stop_on_bad_row: bool = False
     overwrite: bool = False
+    accept_drift: bool = False
     workers: int = 1
     window_parts: int | None = None
     in_flight_bytes: int = 64 * 1024 * 1024
@@ -166,7 +168,7 @@ def _slurm_seconds(grace: float) -> float | None:
     return max(1.0, int(end) - time.time() - grace) if end.isdecimal() else None
 
 
-def options_from_spec(spec: JobSpec, *, overwrite: bool = False) -> RunOptions:
+def options_from_spec(spec: JobSpec, *, overwrite: bool = False, accept_drift: bool = False) -> RunOptions:
     """The options of a job file."""
     run = spec.run
     return RunOptions(
@@ -179,5 +181,6 @@ def options_from_spec(spec: JobSpec, *, overwrite: bool = False) -> RunOptions:
         fail_fast=run.fail_fast,
         stop_on_bad_row=spec.input.on_bad_row == "stop",
         overwrite=overwrite,
+        accept_drift=accept_drift,
         workers=1 if run.workers == "auto" else run.workers,
     )

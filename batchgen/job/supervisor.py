@@ -205,7 +205,7 @@ class Supervisor:
             setting = "input.on_bad_row: stop" if self._options.stop_on_bad_row else "run.fail_fast"
             raise InputError(
                 f"row {row.ordinal} is bad ({error.error_class}: {error.message}) and {setting} is set; "
-                "fix the row, or let bad rows be recorded"
+                "let bad rows be recorded, or correct the row and continue with --accept-drift"
             )
 
     # Workers.

@@ -14,8 +14,9 @@ from typing import Any
 from batchgen.data.row import PartIndexer
 from batchgen.data.source import InputSet
 from batchgen.job.changes import numbered, rows_by_number
+from batchgen.job.drift import check_drift
 from batchgen.job.files import storage
-from batchgen.job.fingerprints import Fingerprints, check_drift, digest
+from batchgen.job.fingerprints import Fingerprints, digest
 from batchgen.job.folder import PART_NAME, TEMPORARY, JobFolder
 from batchgen.job.index import InputIndex
 from batchgen.job.linelog import read_folder

@@ -48,6 +48,8 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
     crash_at: int | None = None
     retry: dict[str, Any] | None = None
+    weights: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)
 
     def worker_config(self) -> dict[str, Any]:
         return {
@@ -68,7 +70,7 @@ class Settings:
 
 def setup_of(settings: Settings) -> JobSetup:
     inputs = open_input([settings.input])
-    result = result_of(settings.temperature)
+    result = {**result_of(settings.temperature), "weights": settings.weights, "output": settings.layout}
     fingerprints = Fingerprints(
         input={"format": 1, "files": inputs.fingerprint()}, result=result, engine={"workers": 1}
     )
@@ -97,7 +99,11 @@ def retry_of(settings: Settings) -> Retry | None:
         return None
     temperature = settings.retry["temperature"]
     sets = () if temperature is None else (f"sampling.temperature={temperature}",)
-    result = result_of(settings.temperature if temperature is None else temperature)
+    result = {
+        **result_of(settings.temperature if temperature is None else temperature),
+        "weights": settings.weights,
+        "output": settings.layout,
+    }
     return Retry(where=settings.retry["where"], sets=sets, result=result)
 
 

@@ -11,7 +11,8 @@ import pytest
 from job_files import SMALLEST, Write
 
 from batchgen.job import file_hash
-from batchgen.job.fingerprints import Fingerprints, ModelFiles, check_drift, digest, fingerprint
+from batchgen.job.drift import check_drift
+from batchgen.job.fingerprints import Fingerprints, ModelFiles, digest, fingerprint
 from batchgen.job.load import load_job
 from batchgen.types import DriftError, UsageError
 
@@ -20,6 +21,7 @@ FILES = {
     "format": "jsonl",
     "files": [{"path": "a.jsonl", "compression": None, "size": 10, "mtime_ns": 5, "footer": None}],
 }
+ACCEPT = " To keep what is finished and compute the other rows this way, add --accept-drift."
 PINNED = {"dtype": "float32", "max_model_len": 2048, "generation_defaults": {"temperature": 0.6}}
 
 
@@ -72,7 +74,7 @@ def test_what_changes_results_is_refused_with_a_diff(
     assert str(error.value) == (
         f"out belongs to a job that differs from this one:\n{shown}\n"
         "Undo the change to continue, choose another output.path to keep both, "
-        "or start this folder over with --overwrite."
+        "or start this folder over with --overwrite." + ACCEPT * (not change.startswith(("output", "input")))
     )
 
 
