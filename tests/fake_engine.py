@@ -127,13 +127,14 @@ def prompt_ids(text: str) -> list[int]:
 
 
 class _Live:
-    __slots__ = ("ids", "reported", "request", "wanted")
+    __slots__ = ("added", "ids", "reported", "request", "started", "wanted")
 
     def __init__(self, request: Request, wanted: list[int]) -> None:
         self.request = request
         self.wanted = wanted
         self.ids = request.output_token_ids
         self.reported = len(self.ids)
+        self.added = self.started = time.monotonic()
         if self.ids != wanted[: len(self.ids)]:
             raise EngineError(f"row {request.request_id} came with partial output that is not its own")
 
@@ -152,7 +153,7 @@ class FakeCore:
     def __init__(self, behaviour: Behaviour, max_num_seqs: int) -> None:
         self.behaviour = behaviour
         self.counters = _Totals()
-        self.stats = SchedulerStats(pool_total=1, block_size=16)
+        self.stats = SchedulerStats(pool_total=max_num_seqs, block_size=16)
         self._max_num_seqs = max_num_seqs
         self._waiting: deque[_Live] = deque()
         self._running: dict[int, _Live] = {}
@@ -219,8 +220,11 @@ class FakeCore:
         while self._waiting and len(self._running) < self._max_num_seqs:
             live = self._waiting.popleft()
             self._running[live.request.request_id] = live
+            live.started = time.monotonic()
             self.stats.prompt_tokens += len(live.request.prompt_token_ids)
+            self.stats.cached_tokens += len(live.request.prompt_token_ids) // 4
             self.counters.computed += len(live.request.prompt_token_ids)
+        self.stats.pool_used = len(self._running)
 
     def _advance(self, live: _Live, stalled: set[int]) -> Output | None:
         request = live.request
@@ -252,6 +256,9 @@ class FakeCore:
             completion_tokens=len(live.ids),
             # Something that depends on scheduling, and so must not reach the results.
             cached_tokens=self.counters.sampled % 7,
+            queue_seconds=live.started - live.added,
+            run_seconds=time.monotonic() - live.started,
+            control_tokens=request.control_tokens,
         )
 
     def _fault(self, fault: Fault) -> str:

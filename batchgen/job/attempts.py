@@ -41,6 +41,8 @@ class Attempt:
         counters: rows and tokens, when it ended.
         change: number of the change of the job under which rows were computed; 0 for the job as it began.
         workers: one entry for each worker process that was started.
+        devices: that it ran on at a time.
+        gpu_hour: what an hour of one costs; None where the job does not say.
     """
 
     number: int
@@ -57,6 +59,8 @@ class Attempt:
     counters: dict[str, Any] = field(default_factory=dict)
     workers: list[dict[str, Any]] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
+    devices: int = 1
+    gpu_hour: float | None = None
 
     def save(self, folder: JobFolder) -> None:
         """Replace the record. Raises StorageError."""

@@ -1,6 +1,6 @@
 """Where everything lies in an output folder. Every module of the job asks here for its paths.
 
-manifest.json  job.resolved.yaml  _SUCCESS
+manifest.json  job.resolved.yaml  report.html  report.json  _SUCCESS
 data/part-NNNNNN.*           committed parts
 .batchgen/attempts/NNNN.*    one attempt each: record, worker logs and counters
 .batchgen/claims/NNNNNN/     epochs of ownership
@@ -25,6 +25,7 @@ from batchgen.job.files import OS_FILES, FileOps, storage
 
 PART_NAME = re.compile(r"part-(\d{6,})(\.parquet|\.jsonl(?:\.zst)?)")
 TEMPORARY = ".tmp-"
+REPORTS = ("report.html", "report.json", "compare.html", "compare.json")
 _WRITTEN_BY_RUN = ("attempts", "claims", "commits", "index", "journal", "stats", "quarantine")
 
 
@@ -126,7 +127,8 @@ class JobFolder:
         The manifest goes first: without it nothing that is left counts, see `forget_job`.
         """
         with storage(self.root):
-            for path in (self.manifest, self.success, self.resolved_job):
+            reports = (self.root / name for name in REPORTS)
+            for path in (self.manifest, self.success, self.resolved_job, *reports):
                 path.unlink(missing_ok=True)
             for path in list(self.data.iterdir()):
                 if PART_NAME.fullmatch(path.name) or path.name.startswith(TEMPORARY):

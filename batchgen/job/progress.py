@@ -23,7 +23,8 @@ class Progress:
         state: starting, loading, running, draining or done.
         rows_total: of the selection; None while it is not known.
         rows_done, ok, error, skipped: rows with a result, those of earlier attempts too.
-        rows_before: of `rows_done`, those that earlier attempts had done.
+        rows_before: of `rows_done`, those that did not run in this attempt: an earlier one had done them, or
+            they cannot be read.
         parts_done: committed parts.
         running, waiting: rows in the engine.
         prompt_tokens, cached_tokens, output_tokens, preemptions: of this attempt.

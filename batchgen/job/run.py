@@ -24,6 +24,7 @@ from batchgen.job.manifest import load_manifest
 from batchgen.job.parts import Counts, recognise_parts
 from batchgen.job.progress import Progress
 from batchgen.job.recovery import OpenJob, open_job
+from batchgen.job.report.write import report_attempt
 from batchgen.job.retry import NothingToRetry, finish_retry
 from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
 from batchgen.job.stop_signals import stop_signals
@@ -32,6 +33,8 @@ from batchgen.types import BatchgenError, OwnershipError, StorageError
 
 COMPLETE, BAD_ROWS, TOO_MANY_ERRORS, RESUMABLE = 0, 3, 8, 75
 MOST_MESSAGES = 200
+REPORT_SECONDS = 5.0
+"""What the report may take where a scheduler may be about to kill the process."""
 
 
 def run_job(
@@ -66,9 +69,17 @@ def run_job(
     _check_space(folder, options.min_free_disk)
     lease = acquire_lease(folder, options.lease_seconds, say)
     try:
-        return _run_owned(setup, options, folder, lease, launch, report, say)
-    finally:
+        result = _run_owned(setup, options, folder, lease, launch, report, say)
+    except OwnershipError:
         lease.release()
+        raise
+    except BaseException:
+        lease.release()
+        report_attempt(folder, say, REPORT_SECONDS)
+        raise
+    lease.release()
+    report_attempt(folder, say, REPORT_SECONDS if result.exit_code == RESUMABLE else None)
+    return result
 
 
 def _already_complete(setup: JobSetup, options: RunOptions, folder: JobFolder) -> RunResult | None:
@@ -119,7 +130,7 @@ def _run_owned(
     owner = Owner.myself(locked=False)
     claim = claims.take({"host": owner.host, "pid": owner.pid})
     claims.forget_before(claim.epoch)
-    attempt = Attempt(claim.epoch)
+    attempt = Attempt(claim.epoch, devices=options.workers, gpu_hour=options.gpu_hour)
     attempt.save(folder)
     tell = partial(_tell, attempt, say)
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()

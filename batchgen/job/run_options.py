@@ -88,6 +88,7 @@ class RunOptions:
         workers: worker processes.
         window_parts: most parts that are open at a time; None: as many as keep the workers busy.
         in_flight_bytes: most bytes of rows that are with a worker.
+        gpu_hour: what an hour of one device costs, for the report.
     """
 
     checkpoint_seconds: float = 5.0
@@ -103,6 +104,7 @@ class RunOptions:
     workers: int = 1
     window_parts: int | None = None
     in_flight_bytes: int = 64 * 1024 * 1024
+    gpu_hour: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,4 +185,5 @@ def options_from_spec(spec: JobSpec, *, overwrite: bool = False, accept_drift: b
         overwrite=overwrite,
         accept_drift=accept_drift,
         workers=1 if run.workers == "auto" else run.workers,
+        gpu_hour=None if run.cost is None else run.cost["gpu_hour"],
     )

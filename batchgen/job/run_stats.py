@@ -24,6 +24,7 @@ SAMPLES_AT_ONE_INTERVAL = 1000
 SAMPLED = (
     "state",
     "rows_done",
+    "rows_before",
     "error",
     "prompt_tokens",
     "cached_tokens",

@@ -247,6 +247,10 @@ class RunSpec(Section):
     progress: Annotated[
         Literal["auto", "bar", "plain", "json", "none"], Rule("auto, bar, plain, json or none")
     ] = "auto"
+    cost: Annotated[
+        Annotated[dict[Literal["gpu_hour"], Annotated[float, Field(ge=0)]], Field(min_length=1)] | None,
+        Rule("null or a price of 0 or more, such as {gpu_hour: 2.50}"),
+    ] = None
 
 
 class EngineSpec(Section):

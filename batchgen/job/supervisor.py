@@ -100,7 +100,7 @@ class Supervisor:
             on_bad_row=self._bad_row,
             on_notes=job.stats.add_notes,
         )
-        self._rows_before = job.counts.rows
+        self._rows_run = 0
         self._workers: list[WorkerState] = []
         self._again: deque[Pending] = deque()
         self._uncommitted = _Uncommitted()
@@ -345,6 +345,7 @@ class Supervisor:
                 self._window.finish(record.row, record.location)
         for status, usage in batch.counts:
             job.counts.count(status, usage)
+        self._rows_run += len(batch.counts)
         self._uncommitted = _Uncommitted()
         for worker in self._workers:
             worker.committed()
@@ -487,7 +488,7 @@ class Supervisor:
             state=self._state(),
             rows_total=self._job.rows_total(),
             rows_done=counts.rows,
-            rows_before=self._rows_before,
+            rows_before=counts.rows - self._rows_run,
             ok=counts.ok,
             error=counts.error,
             skipped=counts.skipped,

@@ -48,7 +48,6 @@ MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("run", "poison"): ("off",),
     ("run", "gates"): ({}, None),
     ("run", "metrics"): (None,),
-    ("run", "cost"): (None,),
     ("engine", "kv_cache_dtype"): ("auto",),
     ("engine", "speculative"): (None,),
     ("engine", "tensor_parallel"): (1,),

@@ -18,7 +18,7 @@ def spec(tmp_path: Path) -> JobSpec:
     job = tmp_path / "job.yaml"
     job.write_text(
         "model: ./model\ninput: {path: in.jsonl, on_bad_row: stop}\noutput: out/\n"
-        "run: {grace: 30s, max_errors: 5%, min_free_disk: 2GB}\n"
+        "run: {grace: 30s, max_errors: 5%, min_free_disk: 2GB, cost: {gpu_hour: 2.5}}\n"
     )
     return load_job(job)
 
@@ -27,6 +27,7 @@ def test_every_option_comes_from_the_job_file(spec: JobSpec, monkeypatch: pytest
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     options = options_from_spec(spec, overwrite=True)
     assert (options.grace, options.max_errors, options.min_free_disk) == (30.0, 0.05, 2_000_000_000)
+    assert options.gpu_hour == 2.5
     assert (options.stop_on_bad_row, options.overwrite, options.max_time) == (True, True, None)
 
 
