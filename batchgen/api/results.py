@@ -84,7 +84,10 @@ class Results:
     def errors(self) -> list[dict[str, Any]]:
         """The rows that have no result: `status` is not ok."""
         status = self.columns["status"]
-        return [row for row in self if row[status] != Status.OK.value]
+        # Lines of the format openai_batch have an `error` and no status.
+        return [
+            row for row in self if row.get(status, row.get("error") or Status.OK.value) != Status.OK.value
+        ]
 
     def dataset(self) -> datasets.Dataset:
         """All rows as a `datasets.Dataset`."""

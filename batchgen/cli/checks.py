@@ -117,7 +117,7 @@ def check_job(spec: JobSpec, report: Report, *, rows_for_ids: int) -> Prepared:
         with report.check():
             found.prompt = bind_prompt(spec, found.inputs)
         with report.check():
-            _check_output_columns(spec, found.inputs)
+            report.notes += _check_output_columns(spec, found.inputs)
         with report.check():
             _check_rows(spec, found.inputs, report, rows_for_ids)
     with report.check():
@@ -240,16 +240,17 @@ def _check_output_is_folder(spec: JobSpec) -> None:
         raise UsageError(f"output.path: {existing} is a file; give a folder")
 
 
-def _check_output_columns(spec: JobSpec, inputs: InputSet) -> None:
+def _check_output_columns(spec: JobSpec, inputs: InputSet) -> list[str]:
     from batchgen.data.results import plan_output
 
-    plan_output(
+    plan = plan_output(
         inputs,
         format=spec.output.format,
         columns=spec.input.columns,
         renames=spec.output.columns,
         include=spec.output.include,
     )
+    return plan.notes()
 
 
 @dataclass(slots=True)

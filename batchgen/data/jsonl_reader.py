@@ -93,6 +93,7 @@ class JsonlReader:
             file=self._file.name,
             digest=line.digest,
             next_position=self.position,
+            size=line.length,
         )
         try:
             self._fill(row, line)

@@ -78,8 +78,10 @@ class ArrowBatch:
     batch: pa.RecordBatch
     columns: dict[str, list[Any]] = field(init=False)
     has_undecodable: bool = field(init=False)
+    row_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.row_bytes = self.batch.nbytes // max(1, self.batch.num_rows)
         names = self.batch.schema.names
         self.columns = {name: to_python(self.batch.column(i)) for i, name in enumerate(names)}
         self.has_undecodable = not _is_valid(self.batch)
@@ -202,6 +204,7 @@ class ParquetReader:
             file=self._file.name,
             digest=values_digest(values),
             next_position=self.position,
+            size=batch.row_bytes,
         )
         try:
             if batch.has_undecodable:

@@ -13,9 +13,9 @@ so small that it becomes 0) agrees with none. Each choice is JSON-able, to be pi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Protocol, cast
 
 import pyarrow as pa
@@ -48,6 +48,17 @@ class MemberPassthrough(Protocol):
 
 
 Passthrough = ColumnPassthrough | MemberPassthrough
+
+
+@dataclass(frozen=True, slots=True)
+class NoPassthrough:
+    """A format without columns of the user's."""
+
+    def members(self, row: Row) -> Mapping[str, Any]:
+        return {}
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "none"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +106,16 @@ class TypedPassthrough:
         return [*typed, pa.field(self.extra, pa.string())]
 
     def arrays(self, rows: Sequence[Row]) -> list[pa.ChunkedArray | pa.Array]:
+        members = [row.values for row in rows]
         columns: list[pa.ChunkedArray | pa.Array] = []
+        all_fit = True
         for name, key in self.kinds.items():
-            kind = _KINDS[key]
-            values = (row.values.get(name) for row in rows)
-            fitting = [value if kind.fits(value) else None for value in values]
-            columns.append(pa.array(fitting, kind.arrow))
-        columns.append(pa.array([self._rest(row) for row in rows], pa.string()))
+            column, fits = _KINDS[key].array([values.get(name) for values in members])
+            columns.append(column)
+            all_fit = all_fit and fits
+        expected = frozenset((*self.kinds, *self.omitted))
+        rests = [None if all_fit and expected.issuperset(row.values) else self._rest(row) for row in rows]
+        columns.append(pa.array(rests, pa.string()))
         return columns
 
     def to_json(self) -> dict[str, Any]:
@@ -175,6 +189,8 @@ def passthrough_from_json(data: Mapping[str, Any], schema: pa.Schema | None) -> 
     Raises:
         DriftError: the Parquet schema no longer has the pinned columns.
     """
+    if data["kind"] == "none":
+        return NoPassthrough()
     if data["kind"] == "arrow":
         return _pinned_arrow(data, schema)
     if data["kind"] == "typed":
@@ -208,12 +224,15 @@ def _bare(field: pa.Field) -> pa.Field:
 
 def _slices(rows: Sequence[Row]) -> Iterable[pa.RecordBatch]:
     """The rows as slices of the batches they came from; neighbours are one slice."""
-    located = [(cast(ArrowRow, row.values).batch, cast(ArrowRow, row.values).index) for row in rows]
-    runs = groupby(enumerate(located), lambda item: (id(item[1][0]), item[1][1] - item[0]))
-    for _, run in runs:
-        members = [where for _, where in run]
-        batch, first = members[0]
-        yield batch.batch.slice(first, len(members))
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if end < len(rows):
+            here, before = cast(ArrowRow, rows[end].values), cast(ArrowRow, rows[end - 1].values)
+            if here.batch is before.batch and here.index == before.index + 1:
+                continue
+        first = cast(ArrowRow, rows[start].values)
+        yield first.batch.batch.slice(first.index, end - start)
+        start = end
 
 
 def _going_through(
@@ -231,7 +250,17 @@ def _listed(names: Collection[str] | None) -> list[str] | None:
 @dataclass(frozen=True, slots=True)
 class _Kind:
     arrow: pa.DataType
+    plain: type
     fits: Callable[[Any], bool]
+
+    def array(self, values: Sequence[Any]) -> tuple[pa.Array, bool]:
+        """The column of what fits, null for the rest, and whether all did."""
+        # Mostly all values are of one plain type, which Arrow converts at once.
+        if {self.plain, type(None)}.issuperset(map(type, values)):
+            with contextlib.suppress(OverflowError, pa.ArrowInvalid):
+                return pa.array(values, self.arrow), True
+        fitting = [value if self.fits(value) else None for value in values]
+        return pa.array(fitting, self.arrow), fitting == values
 
 
 def _is_int64(value: Any) -> bool:
@@ -249,8 +278,8 @@ _NOT_DIGITS = str.maketrans("", "", "-+.")
 
 # In order of preference: integers fit double too.
 _KINDS = {
-    "bool": _Kind(pa.bool_(), lambda value: isinstance(value, bool)),
-    "int64": _Kind(pa.int64(), _is_int64),
-    "double": _Kind(pa.float64(), _is_double),
-    "string": _Kind(pa.string(), lambda value: isinstance(value, str)),
+    "bool": _Kind(pa.bool_(), bool, lambda value: isinstance(value, bool)),
+    "int64": _Kind(pa.int64(), int, _is_int64),
+    "double": _Kind(pa.float64(), float, _is_double),
+    "string": _Kind(pa.string(), str, lambda value: isinstance(value, str)),
 }

@@ -1,23 +1,22 @@
 """The columns of the output: ours, the user's, their names and order.
 
 The job calls `plan_output` once, pins `OutputPlan.to_json()` in the manifest and rebuilds the plan from there
-on every later start. `RowResult` is what the engine's answer becomes.
+on every later start.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self, cast
 
 import pyarrow as pa
 
-from batchgen.data.exact_json import clean_text
 from batchgen.data.identity import AUTO_COLUMN
 from batchgen.data.passthrough import (
     ColumnPassthrough,
-    MemberPassthrough,
+    NoPassthrough,
     Passthrough,
     TypedPassthrough,
     VerbatimPassthrough,
@@ -25,65 +24,33 @@ from batchgen.data.passthrough import (
     decide_kinds,
     passthrough_from_json,
 )
-from batchgen.data.row import Row
+from batchgen.data.record_columns import AFTER, BEFORE
+from batchgen.data.row_result import INCLUDED, RowResult
 from batchgen.data.source import WINDOW_ROWS, InputSet
-from batchgen.types import ErrorClass, RowError, Status, UsageError
+from batchgen.types import UsageError
 
-ERROR_TYPE = pa.struct([("class", pa.string()), ("message", pa.string())])
-USAGE_TYPE = pa.struct(
-    [("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64()), ("truncated_tokens", pa.int64())]
-)
-BEFORE = {"row": pa.int64(), "id": pa.string()}
-AFTER = {
-    "generated_text": pa.string(),
-    "finish_reason": pa.string(),
-    "stop_reason": pa.string(),
-    "status": pa.string(),
-    "error": ERROR_TYPE,
-    "usage": USAGE_TYPE,
-}
-INCLUDABLE = ("usage", "finish_reason")
-_LATER = ("prompt", "prompt_token_ids", "output_token_ids", "logprobs", "seed")
-_FORMATS = ("parquet", "jsonl")
+__all__ = ["DEFAULT_INCLUDE", "INCLUDABLE", "BatchLabels", "OutputPlan", "RowResult", "plan_output"]
+
+
+INCLUDABLE = ("usage", "finish_reason", *INCLUDED)
+DEFAULT_INCLUDE = ("usage", "finish_reason")
+_LATER = ("logprobs",)
+_FORMATS = ("parquet", "jsonl", "openai_batch")
 
 
 @dataclass(frozen=True, slots=True)
-class RowResult:
-    """The outcome of one row; nothing in it depends on scheduling.
+class BatchLabels:
+    """What lines of the format openai_batch say of their job.
 
     Args:
-        usage: prompt, completion and truncated tokens; None where the engine never saw the row.
+        identity: a short text that the same job always has; part of every id.
+        model: its name.
+        chat: whether answers are messages; else they are completions of a text.
     """
 
-    status: str
-    generated_text: str | None = None
-    finish_reason: str | None = None
-    stop_reason: str | None = None
-    error: RowError | None = None
-    usage: tuple[int, int, int] | None = None
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """From the map in which a worker reports a result and the journal keeps it.
-
-        Args:
-            message: `status`, `text`, `finish_reason`, `stop_reason` (text or token id), `error` (class and
-                message, or None), `usage` (three counts, or None).
-        """
-        error, usage, stop = message["error"], message["usage"], message["stop_reason"]
-        return cls(
-            status=message["status"],
-            generated_text=message["text"],
-            finish_reason=message["finish_reason"],
-            stop_reason=None if stop is None else str(stop),
-            error=RowError(ErrorClass(error[0]), error[1]) if error else None,
-            usage=(usage[0], usage[1], usage[2]) if usage else None,
-        )
-
-    @classmethod
-    def from_error(cls, error: RowError) -> Self:
-        """The result of a row that failed before it reached the engine."""
-        return cls(Status.ERROR.value, error=error)
+    identity: str
+    model: str
+    chat: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +58,16 @@ class OutputPlan:
     """What one record of the output looks like.
 
     Args:
-        format: parquet or jsonl.
+        format: parquet, jsonl or openai_batch.
         names: our column to its name in the output; only those that are written.
         passthrough: the user's columns.
+        batch: for openai_batch.
     """
 
     format: str
     names: Mapping[str, str]
     passthrough: Passthrough
+    batch: BatchLabels | None = None
 
     def schema(self) -> pa.Schema:
         """Of a Parquet part: row, id, the user's columns, the rest of ours."""
@@ -113,13 +82,30 @@ class OutputPlan:
             "format": self.format,
             "names": dict(self.names),
             "passthrough": self.passthrough.to_json(),
+            "batch": None if self.batch is None else asdict(self.batch),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], inputs: InputSet) -> Self:
         """Rebuilds a pinned plan. Raises DriftError when the Parquet columns changed."""
         passthrough = passthrough_from_json(data["passthrough"], inputs.arrow_schema())
-        return cls(data["format"], data["names"], passthrough)
+        batch = data.get("batch")
+        return cls(data["format"], data["names"], passthrough, batch and BatchLabels(**batch))
+
+    def notes(self) -> list[str]:
+        """Names that only differ in case: allowed here, one column for many readers of Parquet."""
+        if self.format != "parquet":
+            return []
+        seen: dict[str, str] = {}
+        notes = []
+        for name in self.schema().names:
+            other = seen.setdefault(name.casefold(), name)
+            if other != name:
+                notes.append(
+                    f"the output has the columns {other!r} and {name!r}, which Spark, Hive and other readers "
+                    "that ignore case cannot tell apart; rename one of them (ours with output.columns)"
+                )
+        return notes
 
 
 def plan_output(
@@ -128,33 +114,56 @@ def plan_output(
     format: str = "parquet",
     columns: Sequence[str] | None = None,
     renames: Mapping[str, str] | None = None,
-    include: Sequence[str] = INCLUDABLE,
+    include: Sequence[str] = DEFAULT_INCLUDE,
+    batch: BatchLabels | None = None,
 ) -> OutputPlan:
     """Decides the columns of the output; for JSONL input it reads the first 1,000 rows.
 
     Args:
         inputs: the input.
-        format: `output.format`: parquet or jsonl.
+        format: `output.format`: parquet, jsonl or openai_batch.
         columns: `input.columns`: the columns that go through; None for all.
         renames: `output.columns`: our name to another.
         include: `output.include`; without `finish_reason` there is no `stop_reason` either.
+        batch: for openai_batch; None where nothing will be written.
 
     Raises:
         UsageError: an unknown name, something not supported, or an input column named like one of ours.
         InputError: the input cannot be read.
     """
     if format not in _FORMATS:
-        raise UsageError(f"output.format: {format!r} is not supported; use {' or '.join(_FORMATS)}")
+        raise UsageError(f"output.format: {format!r} is not supported; use any of {', '.join(_FORMATS)}")
+    if format == "openai_batch":
+        return _plan_batch(columns, renames, include, batch)
     names = _our_names(renames or {}, include)
     going = _going_through(inputs, columns, names)
     return OutputPlan(format, names, _passthrough(inputs, format, columns, names, going))
 
 
+def _plan_batch(
+    columns: Sequence[str] | None,
+    renames: Mapping[str, str] | None,
+    include: Sequence[str],
+    batch: BatchLabels | None,
+) -> OutputPlan:
+    """A format of its own: no columns of the user's, and none of ours can be left out or renamed."""
+    given = {
+        "input.columns": columns,
+        "output.columns": renames,
+        "output.include": set(include) - set(DEFAULT_INCLUDE),
+    }
+    for key, value in given.items():
+        if value:
+            raise UsageError(
+                f"{key}: output.format: openai_batch has its own members and no place for others; "
+                f"remove {key}, or use the format jsonl"
+            )
+    names = {key: key for key in (*BEFORE, *AFTER) if key not in INCLUDED}
+    return OutputPlan("openai_batch", names, NoPassthrough(), batch)
+
+
 def _our_names(renames: Mapping[str, str], include: Sequence[str]) -> dict[str, str]:
     ours = [*BEFORE, *AFTER]
-    for key in renames:
-        if key not in ours:
-            raise UsageError(f"output.columns: {key!r} is not a column of ours{_nearest(key, ours)}")
     for key in include:
         if key not in INCLUDABLE:
             later = "is not supported yet" if key in _LATER else "is not known"
@@ -163,6 +172,14 @@ def _our_names(renames: Mapping[str, str], include: Sequence[str]) -> dict[str, 
     if "finish_reason" in left_out:
         left_out.add("stop_reason")
     names = {key: renames.get(key, key) for key in ours if key not in left_out}
+    for key in renames:
+        if key not in ours:
+            raise UsageError(f"output.columns: {key!r} is not a column of ours{_nearest(key, ours)}")
+        if key not in names:
+            column = "finish_reason" if key == "stop_reason" else key
+            raise UsageError(
+                f"output.columns: {key!r} is not written; add {column} to output.include, or leave it alone"
+            )
     for key, name in names.items():
         if list(names.values()).count(name) > 1:
             raise UsageError(f"output.columns: {key!r} becomes {name!r}, which is taken; choose another name")
@@ -226,47 +243,3 @@ def _free_name(wanted: str, taken: Collection[str]) -> str:
 def _nearest(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
-
-
-def result_arrays(
-    plan: OutputPlan, rows: Sequence[Row], results: Sequence[RowResult]
-) -> list[pa.ChunkedArray | pa.Array]:
-    """Columns of a Parquet row group, in the order of `OutputPlan.schema`."""
-    ours = [_our_values(result) for result in results]
-    return [
-        pa.array([row.ordinal for row in rows], pa.int64()),
-        pa.array([row.id for row in rows], pa.string()),
-        *cast(ColumnPassthrough, plan.passthrough).arrays(rows),
-        *(
-            pa.array([values[key] for values in ours], type_)
-            for key, type_ in AFTER.items()
-            if key in plan.names
-        ),
-    ]
-
-
-def result_members(plan: OutputPlan, row: Row, result: RowResult) -> dict[str, Any]:
-    """One JSONL record, in the order of a Parquet part; members that the row lacks stay absent."""
-    ours = _our_values(result)
-    return {
-        plan.names["row"]: row.ordinal,
-        plan.names["id"]: row.id,
-        **cast(MemberPassthrough, plan.passthrough).members(row),
-        **{plan.names[key]: ours[key] for key in AFTER if key in plan.names},
-    }
-
-
-def _our_values(result: RowResult) -> dict[str, Any]:
-    error, usage = result.error, result.usage
-    return {
-        "generated_text": _clean(result.generated_text),
-        "finish_reason": result.finish_reason,
-        "stop_reason": _clean(result.stop_reason),
-        "status": result.status,
-        "error": error and {"class": error.error_class.value, "message": _clean(error.message)},
-        "usage": usage and dict(zip(USAGE_TYPE.names, usage, strict=True)),
-    }
-
-
-def _clean(text: str | None) -> str | None:
-    return text if text is None else clean_text(text)

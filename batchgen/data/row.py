@@ -6,7 +6,7 @@ Everything here is cheap to create, and what goes to disk turns into JSON and ba
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -61,6 +61,8 @@ class Row:
         notes: short codes of what was repaired: `bom_stripped`, `nan_replaced`, `duplicate_key`,
             `control_character`, `invalid_unicode_replaced`.
         nonfinite: columns in which NaN or an infinity became null.
+        size: bytes that the record takes in the input, roughly; a function of the input alone. Decides where
+            row groups of the output end.
     """
 
     ordinal: int
@@ -73,6 +75,7 @@ class Row:
     next_position: Position
     notes: tuple[str, ...] = ()
     nonfinite: tuple[str, ...] = ()
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,11 @@ class PartIndexer:
     def add(self, row: Row) -> None:
         self.rows += 1
         self._hash.update(row.digest)
+
+    def add_all(self, rows: Sequence[Row]) -> None:
+        """The same for several rows at once."""
+        self.rows += len(rows)
+        self._hash.update(b"".join([row.digest for row in rows]))
 
     def entry(self) -> PartIndexEntry:
         return PartIndexEntry(self.part, self.start, self.rows, self._hash.hexdigest())

@@ -1,7 +1,7 @@
 """Writes one part of the output. `job/parts` gives the temporary path and renames it afterwards.
 
 Equal rows and results give equal bytes, for equal versions of batchgen, pyarrow and zstandard: row groups are
-cut by row count, and neither paths nor times are written.
+cut by rows and by bytes of content, and neither paths nor times are written.
 """
 
 from __future__ import annotations
@@ -10,24 +10,31 @@ import contextlib
 import hashlib
 import io
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
-from typing import IO, Any, Self, cast
+from typing import IO, Any, Protocol, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from batchgen.data.exact_json import encode
-from batchgen.data.results import OutputPlan, RowResult, result_arrays, result_members
+from batchgen.data.record_columns import result_arrays
+from batchgen.data.record_lines import liner
+from batchgen.data.results import OutputPlan, RowResult
 from batchgen.data.row import DIGEST_BYTES, Row
 from batchgen.types import StorageError, UsageError
 
-ROW_GROUP_ROWS = 1000
-ZSTD_LEVEL = 3
-COMPRESSIONS = ("zstd", "none")
-_LINES_AT_ONCE = 64
+GROUP_ROWS = 1000
+GROUP_BYTES = 8 * 1024 * 1024
+COMPRESSIONS = {
+    "parquet": ("zstd", "snappy", "gzip", "none"),
+    "jsonl": ("zstd", "gzip", "none"),
+    "openai_batch": ("zstd", "gzip", "none"),
+}
+_LEVELS: dict[str, Any] = {"zstd": 3, "gzip": 6, "snappy": None, "none": None}
+_SUFFIXES = {"zstd": ".jsonl.zst", "gzip": ".jsonl.gz", "none": ".jsonl"}
+_LINE_CHARACTERS = 256 * 1024
 
 Record = tuple[Row, RowResult]
 
@@ -42,10 +49,8 @@ class WrittenPart:
 
 
 def part_suffix(format: str, compression: str) -> str:
-    """`.parquet`, `.jsonl` or `.jsonl.zst`."""
-    if format == "parquet":
-        return ".parquet"
-    return ".jsonl.zst" if compression == "zstd" else ".jsonl"
+    """`.parquet`, `.jsonl`, `.jsonl.zst` or `.jsonl.gz`."""
+    return ".parquet" if format == "parquet" else _SUFFIXES[compression]
 
 
 def warm_up() -> None:
@@ -60,7 +65,8 @@ def write_part(
     plan: OutputPlan,
     *,
     compression: str = "zstd",
-    row_group_rows: int = ROW_GROUP_ROWS,
+    group_rows: int = GROUP_ROWS,
+    group_bytes: int = GROUP_BYTES,
 ) -> WrittenPart:
     """Writes `records` to `path`, flushed to disk; keeps at most one row group in memory.
 
@@ -68,42 +74,80 @@ def write_part(
         path: a temporary file; removed again when anything fails.
         records: rows with their results, in input order.
         plan: the columns.
-        compression: zstd or none.
-        row_group_rows: rows in one Parquet row group.
+        compression: one of `COMPRESSIONS` of the format.
+        group_rows: most rows in one Parquet row group.
+        group_bytes: bytes of input and results with which a row group ends, even if it is of one row.
 
     Raises:
         StorageError: the file cannot be written.
         ValueError: the rows are not in input order.
         Whatever `records` raises.
     """
-    if compression not in COMPRESSIONS:
-        raise UsageError(f"output.compression: {compression!r} is not supported; use zstd or none")
-    ordered = _Ordered(records)
-    with _HashingFile(path) as file:
+    allowed = COMPRESSIONS[plan.format]
+    if compression not in allowed:
+        raise UsageError(
+            f"output.compression: {compression!r} is not supported for {plan.format}; "
+            f"use {', '.join(allowed[:-1])} or {allowed[-1]}"
+        )
+    groups = _Groups(records, group_rows, group_bytes)
+    with HashingFile(path) as file:
         try:
             if plan.format == "parquet":
-                _write_parquet(file, ordered, plan, compression, row_group_rows)
+                _write_parquet(file, groups, plan, compression)
             else:
-                _write_jsonl(file, ordered, plan, compression)
+                _write_jsonl(file, groups, plan, compression)
             file.sync()
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(path)
             raise
-    return WrittenPart(ordered.rows, file.size, file.digest())
+    return WrittenPart(groups.rows, file.size, file.digest())
 
 
-def _write_parquet(
-    file: _HashingFile, records: Iterator[Record], plan: OutputPlan, compression: str, group_rows: int
-) -> None:
+class _Groups:
+    """Cuts records into row groups, counting them; rows out of order must not reach the disk."""
+
+    def __init__(self, records: Iterable[Record], most_rows: int, most_bytes: int) -> None:
+        self._records = iter(records)
+        self._most_rows = most_rows
+        self._most_bytes = most_bytes
+        self._last = -1
+        self.rows = 0
+
+    def __iter__(self) -> Iterator[tuple[list[Row], list[RowResult]]]:
+        while True:
+            rows, results = self._next()
+            if not rows:
+                return
+            yield rows, results
+
+    def _next(self) -> tuple[list[Row], list[RowResult]]:
+        rows: list[Row] = []
+        results: list[RowResult] = []
+        size, last = 0, self._last
+        for row, result in self._records:
+            if row.ordinal <= last:
+                raise ValueError(
+                    f"row {row.ordinal} comes after row {last}; a part holds rows in input order"
+                )
+            last = row.ordinal
+            rows.append(row)
+            results.append(result)
+            size += row.size + result.size
+            if len(rows) >= self._most_rows or size >= self._most_bytes:
+                break
+        self._last = last
+        self.rows += len(rows)
+        return rows, results
+
+
+def _write_parquet(file: HashingFile, groups: _Groups, plan: OutputPlan, compression: str) -> None:
     schema = plan.schema()
-    level = ZSTD_LEVEL if compression == "zstd" else None
-    writer = pq.ParquetWriter(file, schema, compression=compression, compression_level=level)
+    writer = pq.ParquetWriter(file, schema, compression=compression, compression_level=_LEVELS[compression])
     try:
-        while group := list(islice(records, group_rows)):
-            rows, results = zip(*group, strict=True)
+        for rows, results in groups:
             table = pa.Table.from_arrays(result_arrays(plan, rows, results), schema=schema)
-            writer.write_table(table, row_group_size=group_rows)
+            writer.write_table(table, row_group_size=len(rows))
     except BaseException:
         # Closing writes the footer, which fails too when writing does; the first error is the one to tell.
         with contextlib.suppress(StorageError, pa.ArrowException):
@@ -112,43 +156,69 @@ def _write_parquet(
     writer.close()
 
 
-def _write_jsonl(file: _HashingFile, records: Iterator[Record], plan: OutputPlan, compression: str) -> None:
-    if compression == "none":
-        _write_lines(file, records, plan)
-        return
-    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True)
-    with compressor.stream_writer(cast(IO[bytes], file), closefd=False) as compressed:
-        _write_lines(compressed, records, plan)
+def _write_jsonl(file: HashingFile, groups: _Groups, plan: OutputPlan, compression: str) -> None:
+    with compressed(file, compression) as out:
+        for text in _texts(groups, plan):
+            out.write(text.encode())
 
 
-def _write_lines(out: Any, records: Iterator[Record], plan: OutputPlan) -> None:
-    while group := list(islice(records, _LINES_AT_ONCE)):
-        lines = (encode(result_members(plan, row, result)) for row, result in group)
-        out.write("".join(f"{line}\n" for line in lines).encode())
+def _texts(groups: _Groups, plan: OutputPlan) -> Iterator[str]:
+    """Lines joined to texts of some size."""
+    line_of = liner(plan)
+    lines: list[str] = []
+    size = 0
+    for rows, results in groups:
+        for row, result in zip(rows, results, strict=True):
+            line = line_of(row, result)
+            lines.append(line)
+            size += len(line)
+            if size >= _LINE_CHARACTERS:
+                yield "\n".join([*lines, ""])
+                lines.clear()
+                size = 0
+    if lines:
+        yield "\n".join([*lines, ""])
 
 
-class _Ordered:
-    """Passes records on, counting them; rows out of order are a bug that must not reach the disk."""
-
-    def __init__(self, records: Iterable[Record]) -> None:
-        self._records = iter(records)
-        self._last = -1
-        self.rows = 0
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Record:
-        record = next(self._records)
-        ordinal = record[0].ordinal
-        if ordinal <= self._last:
-            raise ValueError(f"row {ordinal} comes after row {self._last}; a part holds rows in input order")
-        self._last = ordinal
-        self.rows += 1
-        return record
+class _Writable(Protocol):
+    def write(self, data: bytes, /) -> Any: ...
 
 
-class _HashingFile(io.RawIOBase):
+@contextlib.contextmanager
+def compressed(file: _Writable, compression: str) -> Iterator[_Writable]:
+    """What to write plain bytes to, so that `file` gets them compressed; the file stays open.
+
+    Args:
+        file: gets the bytes.
+        compression: zstd, gzip or none. No time and no name goes into the bytes.
+    """
+    if compression == "zstd":
+        compressor = zstandard.ZstdCompressor(level=_LEVELS["zstd"], write_checksum=True)
+        with compressor.stream_writer(cast(IO[bytes], file), closefd=False) as zstd:
+            yield zstd
+    elif compression == "gzip":
+        gzip = _Gzip(file)
+        yield gzip
+        gzip.finish()
+    else:
+        yield file
+
+
+class _Gzip:
+    """A gzip stream; the standard library's own writes the time."""
+
+    def __init__(self, file: _Writable) -> None:
+        self._file = file
+        self._deflate = zlib.compressobj(_LEVELS["gzip"], zlib.DEFLATED, wbits=31)
+
+    def write(self, data: bytes, /) -> None:
+        self._file.write(self._deflate.compress(data))
+
+    def finish(self) -> None:
+        self._file.write(self._deflate.flush())
+
+
+class HashingFile(io.RawIOBase):
     """A new file that counts and hashes what is written, so that nothing has to be read back."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

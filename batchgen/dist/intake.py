@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchgen.dist.channel import Channel, ChannelClosed
+from batchgen.dist.included import Included
 from batchgen.text.prompt import PreparedRow, PromptRenderer
 from batchgen.types import Output, Request, RowError, SamplingParams
 
@@ -37,6 +38,7 @@ class Intake:
         max_model_len: longest prompt plus output, in tokens.
         order: `prefix` puts rows with common beginnings next to each other, `length` puts the longest
             prompts first, `input` keeps the order of arrival.
+        included: told of each row that will run.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class Intake:
         sampling: SamplingParams,
         max_model_len: int,
         order: str,
+        included: Included,
     ) -> None:
         self._channel = channel
         self._renderer = renderer
         self._sampling = sampling
         self._max_model_len = max_model_len
         self._order = order
+        self._included = included
         self._ready: queue.SimpleQueue[Request | Output] = queue.SimpleQueue()
         self._control: queue.SimpleQueue[Mapping[str, Any] | Closed] = queue.SimpleQueue()
         self._raw: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
@@ -118,6 +122,7 @@ class Intake:
     def _request(self, row: int, result: PreparedRow | RowError, partial: list[int]) -> Request | Output:
         if isinstance(result, RowError):
             return Output(row, error=result)
+        self._included.prepared(result)
         return Request(
             request_id=row,
             prompt_token_ids=result.token_ids,

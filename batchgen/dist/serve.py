@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 from batchgen.core.stats import SchedulerStats
 from batchgen.dist.channel import Channel, ChannelClosed, die_with_parent
+from batchgen.dist.included import Included
 from batchgen.dist.intake import Closed, Intake
 from batchgen.job.counters import CounterWriter
 from batchgen.text.prompt import PromptRenderer
@@ -110,12 +111,14 @@ class WorkerLoop:
         self._draining = False
         self._stopping = False
         self._last_progress = 0.0
+        self._included = Included(config.get("include", ()), self._engine.sampling.seed)
         self._intake = Intake(
             channel,
             self._engine.renderer,
             self._engine.sampling,
             self._core.max_model_len,
             config.get("order", "prefix"),
+            self._included,
         )
 
     def run(self) -> None:
@@ -189,7 +192,7 @@ class WorkerLoop:
 
     def _send_results(self, outputs: list[Output]) -> None:
         if outputs:
-            rows = [[o.request_id, _result(o), _stats(o)] for o in outputs]
+            rows = [[o.request_id, _result(o, self._included.of(o)), _stats(o)] for o in outputs]
             self._channel.send({"type": "results", "rows": rows})
 
     def _send_partials(self, checkpoint: int | None) -> None:
@@ -223,10 +226,10 @@ class WorkerLoop:
         )
 
 
-def _result(output: Output) -> dict[str, Any]:
+def _result(output: Output, included: dict[str, Any] | None) -> dict[str, Any]:
     """What goes to the journal: a function of the row, never of scheduling."""
     error: RowError | None = output.error
-    return {
+    result = {
         "status": "ok" if error is None else "error",
         "text": output.text if error is None else None,
         "finish_reason": output.finish_reason.value if output.finish_reason else None,
@@ -234,6 +237,7 @@ def _result(output: Output) -> dict[str, Any]:
         "error": None if error is None else [error.error_class.value, error.message],
         "usage": [output.prompt_tokens, output.completion_tokens, output.truncated_tokens],
     }
+    return result if included is None else {**result, "included": included}
 
 
 def _stats(output: Output) -> dict[str, Any]:

@@ -5,23 +5,26 @@ Runs in a thread beside the supervisor's loop, with a reader of the input of its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from batchgen.data.results import RowResult
 from batchgen.data.row import PartIndexer, Row
+from batchgen.data.row_result import RowResult
 from batchgen.data.sink import Record
 from batchgen.data.source import InputSet
 from batchgen.job.changes import Runs, add_row, number_of, of_epoch
 from batchgen.job.index import changed_input
-from batchgen.job.journal import JournalReader, Location, SegmentName
+from batchgen.job.journal import JournalReader, Location, SegmentName, unpack_result
 from batchgen.job.parts import PartCommit
 from batchgen.job.window import OpenPart
 from batchgen.types import InputError
 
 if TYPE_CHECKING:
     from batchgen.job.recovery import OpenJob
+
+BATCH_ROWS = 500
+BATCH_BYTES = 4 * 1024 * 1024
 
 
 class Assembler:
@@ -73,28 +76,40 @@ class Assembler:
         indexer = PartIndexer(part.part, entry.start)
         rows = self._open_inputs().rows(entry.start)
         try:
-            for row in islice(rows, entry.rows):
-                indexer.add(row)
-                add_row(settings, row.ordinal, self._change(part, row.ordinal))
-                yield row, self._result(part, row)
+            for batch in _batches(islice(rows, entry.rows), part):
+                indexer.add_all(batch)
+                self._note_changes(settings, part, batch)
+                yield from zip(batch, self._results(part, batch), strict=True)
         finally:
             # Parks the reader, so that the next part goes on where this one ended.
             getattr(rows, "close", lambda: None)()
         if indexer.entry() != entry:
             raise self._changed(part)
 
-    def _result(self, part: OpenPart, row: Row) -> RowResult:
-        done = part.done.get(row.ordinal)
-        if done is None:
-            if row.error is None:
+    def _results(self, part: OpenPart, rows: list[Row]) -> list[RowResult]:
+        done = [part.done.get(row.ordinal) for row in rows]
+        located = [(row.ordinal, at) for row, at in zip(rows, done, strict=True) if isinstance(at, Location)]
+        payloads = iter(self._reader.results(located))
+        results = []
+        for row, known in zip(rows, done, strict=True):
+            if isinstance(known, Location):
+                digest, *values = unpack_result(next(payloads))
+                if digest != row.digest:
+                    raise self._changed(part)
+                results.append(RowResult.of(*values))
+            elif known is not None:
+                results.append(known)
+            elif row.error is not None:
+                results.append(RowResult.from_error(row.error))
+            else:
                 raise self._changed(part)
-            return RowResult.from_error(row.error)
-        if isinstance(done, RowResult):
-            return done
-        record = self._reader.result(done, row.ordinal)
-        if record.digest != row.digest:
-            raise self._changed(part)
-        return RowResult.from_message(record.message)
+        return results
+
+    def _note_changes(self, settings: Runs, part: OpenPart, rows: list[Row]) -> None:
+        """Which rows were computed under a change of the job; mostly it never had any."""
+        if self._job.manifest.epochs or part.part in self._job.replaced:
+            for row in rows:
+                add_row(settings, row.ordinal, self._change(part, row.ordinal))
 
     def _change(self, part: OpenPart, row: int) -> int:
         """Under which change of the job a row was computed."""
@@ -117,3 +132,18 @@ class Assembler:
         if self._inputs is None:
             self._inputs = InputSet(self._job.inputs.files, self._job.inputs.options)
         return self._inputs
+
+
+def _batches(rows: Iterable[Row], part: OpenPart) -> Iterator[list[Row]]:
+    """Rows in lists that are small in memory together with their results."""
+    batch: list[Row] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        done = part.done.get(row.ordinal)
+        size += row.size + (done.length if isinstance(done, Location) else 0)
+        if len(batch) >= BATCH_ROWS or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

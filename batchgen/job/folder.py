@@ -23,7 +23,7 @@ from pathlib import Path
 
 from batchgen.job.files import OS_FILES, FileOps, storage
 
-PART_NAME = re.compile(r"part-(\d{6,})(\.parquet|\.jsonl(?:\.zst)?)")
+PART_NAME = re.compile(r"part-(\d{6,})(\.parquet|\.jsonl(?:\.(?:zst|gz))?)")
 TEMPORARY = ".tmp-"
 REPORTS = ("report.html", "report.json", "compare.html", "compare.json")
 _WRITTEN_BY_RUN = ("attempts", "claims", "commits", "index", "journal", "stats", "quarantine")

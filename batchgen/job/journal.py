@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ HEADER = struct.Struct("<4sIIBq")
 SEGMENT_BYTES = 64 * 1024 * 1024
 _SEGMENT_NAME = re.compile(r"e(\d{6,})-w(\d{3,})-(\d{6,})\.seg")
 _CHECKED = struct.Struct("<IBq")
+_SPAN_BYTES = 1024 * 1024
+_GAP_BYTES = 16 * 1024
 _RESULT_FIELDS = ("status", "text", "finish_reason", "stop_reason", "error", "usage")
 
 
@@ -94,19 +97,30 @@ class ResultRecord:
 
     Args:
         digest: of the input record that it answers; another content makes it void.
-        message: `status`, `text`, `finish_reason`, `stop_reason`, `error`, `usage` as the worker sent them.
+        message: `status`, `text`, `finish_reason`, `stop_reason`, `error`, `usage` as the worker sent them,
+            and `included` where `output.include` asks for more.
     """
 
     digest: bytes
     message: Mapping[str, Any]
 
     def pack(self) -> bytes:
-        return _pack([self.digest, *(self.message[name] for name in _RESULT_FIELDS)])
+        values = [self.digest, *(self.message[name] for name in _RESULT_FIELDS)]
+        if "included" in self.message:
+            values.append(self.message["included"])
+        return _pack(values)
 
     @classmethod
     def unpack(cls, payload: bytes) -> ResultRecord:
-        digest, *values = msgpack.unpackb(payload, unicode_errors="surrogatepass")
-        return cls(digest, dict(zip(_RESULT_FIELDS, values, strict=True)))
+        digest, *values = unpack_result(payload)
+        names = (*_RESULT_FIELDS, "included")[: len(values)]
+        return cls(digest, dict(zip(names, values, strict=True)))
+
+
+def unpack_result(payload: bytes) -> list[Any]:
+    """A result's digest and values in the order of `RowResult.of`, without a map for each row."""
+    values: list[Any] = msgpack.unpackb(payload, unicode_errors="surrogatepass")
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +176,36 @@ def scan_segment(name: str, data: bytes, seed: int, dropped: list[Dropped] | Non
         position = good_end = position + record.location.length
     if dropped is not None and good_end < len(data):
         dropped.append(Dropped(name, good_end, len(data) - good_end))
+
+
+def _payload_at(data: bytes, position: int, seed: int, kind: Kind, row: int) -> bytes | None:
+    """The payload of the record of this kind and row; None where it is not."""
+    body = position + HEADER.size
+    if body > len(data):
+        return None
+    magic, length, checksum, found_kind, found_row = HEADER.unpack_from(data, position)
+    payload = data[body : body + length]
+    checked = zlib.crc32(payload, zlib.crc32(_CHECKED.pack(length, kind, row), seed))
+    whole = magic == MAGIC and (found_kind, found_row) == (kind, row) and len(payload) == length
+    return payload if whole and checked == checksum else None
+
+
+def _spans(
+    wanted: Sequence[tuple[int, Location]],
+) -> Iterator[tuple[str, int, int, list[tuple[int, Location]]]]:
+    """Stretches of segments to read at once: name, beginning, end, and the records within."""
+    members: list[tuple[int, Location]] = []
+    name, start, end = "", 0, 0
+    for row, location in sorted(wanted, key=itemgetter(1)):
+        near = location.segment == name and location.offset - end <= _GAP_BYTES
+        if not near or location.offset - start > _SPAN_BYTES:
+            if members:
+                yield name, start, end, members
+            name, start, members = location.segment, location.offset, []
+        members.append((row, location))
+        end = location.offset + location.length
+    if members:
+        yield name, start, end, members
 
 
 def _record_at(name: str, data: bytes, position: int, seed: int) -> Record | None:
@@ -314,7 +358,7 @@ def read_segment(
 
 
 class JournalReader:
-    """Reads single records again, for the assembly of parts.
+    """Reads results again, for the assembly of parts.
 
     Args:
         folder: `.batchgen/journal`.
@@ -326,22 +370,30 @@ class JournalReader:
         self._job_id = job_id
         self._open: tuple[str, int] = ("", -1)
 
-    def result(self, location: Location, row: int) -> ResultRecord:
-        """The result at `location`.
+    def results(self, wanted: Sequence[tuple[int, Location]]) -> list[bytes]:
+        """Payloads of results, in the order asked for; neighbours on disk are read at once.
+
+        Args:
+            wanted: rows and where their results lie.
 
         Raises:
-            StorageError: the record is damaged since it was written.
+            StorageError: a record is damaged since it was written, or cannot be read.
         """
-        path = self._folder / location.segment
-        with storage(path, action="read"):
-            data = os.pread(self._descriptor(location.segment), location.length, location.offset)
-        record = _record_at(location.segment, data, 0, segment_seed(self._job_id, location.segment))
-        if record is None or record.row != row or record.kind != Kind.RESULT:
-            raise StorageError(
-                f"{path}: the record of row {row} at byte {location.offset} was damaged after it was "
-                "written; check the disk, then run the same command again to compute the row anew"
-            )
-        return ResultRecord.unpack(record.payload)
+        payloads: dict[Location, bytes] = {}
+        for name, start, end, members in _spans(wanted):
+            path = self._folder / name
+            with storage(path, action="read"):
+                data = os.pread(self._descriptor(name), end - start, start)
+            seed = segment_seed(self._job_id, name)
+            for row, location in members:
+                payload = _payload_at(data, location.offset - start, seed, Kind.RESULT, row)
+                if payload is None:
+                    raise StorageError(
+                        f"{path}: the record of row {row} at byte {location.offset} was damaged after it was "
+                        "written; check the disk, then run the same command again to compute the row anew"
+                    )
+                payloads[location] = payload
+        return [payloads[location] for _, location in wanted]
 
     def close(self) -> None:
         """Close the segment that was read last."""

@@ -25,6 +25,7 @@ from batchgen.job.spec import (
     REQUIRED,
     SECTIONS,
     JobSpec,
+    OutputSpec,
     PromptSection,
     Rule,
     SamplingSection,
@@ -245,6 +246,17 @@ def _check_across(document: Document, sections: dict[str, Section | None]) -> No
         )
     if isinstance(prompt, PromptSection):
         _check_prompt(document, prompt)
+    output = sections["output"]
+    if isinstance(output, OutputSpec):
+        _check_output(document, output)
+
+
+def _check_output(document: Document, output: OutputSpec) -> None:
+    if output.format != "parquet" and output.compression == "snappy":
+        document.fault(
+            ("output", "compression"),
+            f"output.compression: 'snappy' is for Parquet only; use zstd, gzip or none with {output.format}",
+        )
 
 
 def _check_prompt(document: Document, prompt: PromptSection) -> None:

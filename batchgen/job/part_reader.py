@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import io
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from batchgen.data.results import RowResult
+from batchgen.data.row_result import INCLUDED, TOKEN_IDS, RowResult, pack_ids
 from batchgen.job.files import storage
-from batchgen.types import ErrorClass, RowError
+from batchgen.types import ErrorClass, RowError, Status
 
 _READ_BYTES = 1024 * 1024
 
@@ -22,21 +25,25 @@ class PartRow(NamedTuple):
     result: RowResult
 
 
-def read_part(path: Path, names: Mapping[str, str]) -> Iterator[PartRow]:
+def read_part(path: Path, plan: Mapping[str, Any], only: Collection[str] | None = None) -> Iterator[PartRow]:
     """Rows of a part in file order, lazily.
 
     Args:
         path: of the part.
-        names: `OutputPlan.names`: our columns to what they are called.
+        plan: `OutputPlan.to_json()`: its format, and what our columns are called.
+        only: those of our columns that are needed; None for all.
 
     Raises:
         StorageError: the file cannot be read.
         ValueError: its content is not what a part holds; `verify` reports it.
     """
-    rows = _parquet_rows(path, names) if path.suffix == ".parquet" else _json_rows(path)
+    names = {key: name for key, name in plan["names"].items() if only is None or key in only}
     with storage(path, action="read"):
-        for values in rows:
-            yield _part_row(values, names)
+        if plan["format"] == "openai_batch":
+            yield from map(_batch_row, json_rows(path))
+        else:
+            rows = _parquet_rows(path, names) if path.suffix == ".parquet" else json_rows(path)
+            yield from (_part_row(values, names) for values in rows)
 
 
 def _part_row(values: dict[str, Any], names: Mapping[str, str]) -> PartRow:
@@ -51,8 +58,30 @@ def _part_row(values: dict[str, Any], names: Mapping[str, str]) -> PartRow:
         stop_reason=ours("stop_reason"),
         error=error and RowError(ErrorClass(error["class"]), error["message"]),
         usage=usage and (usage["prompt_tokens"], usage["completion_tokens"], usage["truncated_tokens"]),
+        included=_included(ours) or None,
     )
     return PartRow(ours("row"), ours("id"), result)
+
+
+def _included(ours: Callable[[str], Any]) -> dict[str, Any]:
+    found = {key: ours(key) for key in INCLUDED}
+    known = {key: value for key, value in found.items() if value is not None}
+    return {key: pack_ids(value) if key in TOKEN_IDS else value for key, value in known.items()}
+
+
+def _batch_row(line: dict[str, Any]) -> PartRow:
+    """A row of the format openai_batch; its ordinal is part of its id."""
+    row, error, response = int(line["id"].rpartition("_")[2]), line["error"], line["response"]
+    if response is None:
+        skipped = error["code"] == Status.SKIPPED
+        status = Status.SKIPPED if skipped else Status.ERROR
+        known = None if skipped else RowError(ErrorClass(error["code"]), error["message"])
+        return PartRow(row, line["custom_id"], RowResult(status.value, error=known))
+    choice, usage = response["body"]["choices"][0], response["body"]["usage"]
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    counts = usage["prompt_tokens"], usage["completion_tokens"], usage.get("truncated_tokens", 0)
+    result = RowResult("ok", text, choice["finish_reason"], choice["stop_reason"], None, counts)
+    return PartRow(row, line["custom_id"], result)
 
 
 def _parquet_rows(path: Path, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -67,20 +96,33 @@ def _parquet_rows(path: Path, names: Mapping[str, str]) -> Iterator[dict[str, An
         raise ValueError(f"{path}: not readable as Parquet: {error}") from error
 
 
-def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    import zstandard
-
+def json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a JSONL part. Raises ValueError where it is not one."""
     from batchgen.data.exact_json import LineDecoder
     from batchgen.types import RowFailure
 
     decoder = LineDecoder(replace_invalid=False)
     try:
-        with path.open("rb") as raw:
-            stream: Any = raw
-            if path.suffix == ".zst":
-                reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-                stream = io.BufferedReader(reader, _READ_BYTES)
-            for line in stream:
+        with open_lines(path) as lines:
+            for line in lines:
                 yield decoder.decode(line).values
-    except (zstandard.ZstdError, RowFailure) as error:
+    except RowFailure as error:
+        raise ValueError(f"{path}: not readable: {error}") from error
+
+
+@contextlib.contextmanager
+def open_lines(path: Path) -> Iterator[IO[bytes]]:
+    """The decompressed lines of a JSONL part. Raises ValueError where they cannot be decompressed."""
+    import zstandard
+
+    try:
+        with contextlib.ExitStack() as stack:
+            stream: Any = stack.enter_context(path.open("rb"))
+            if path.suffix == ".zst":
+                reader = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
+                stream = io.BufferedReader(reader, _READ_BYTES)
+            elif path.suffix == ".gz":
+                stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
+            yield stream
+    except (zstandard.ZstdError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: not readable: {error}") from error

@@ -42,9 +42,12 @@ class Counts:
     def rows(self) -> int:
         return self.ok + self.error + self.skipped
 
-    def count(self, status: str, usage: tuple[int, int, int] | list[int] | None) -> None:
+    def count(self, status: str, usage: Sequence[int] | None) -> None:
         """Add one row."""
-        setattr(self, status, getattr(self, status) + 1)
+        if status == "ok":
+            self.ok += 1
+        else:
+            setattr(self, status, getattr(self, status) + 1)
         if usage is not None:
             self.prompt_tokens += usage[0]
             self.completion_tokens += usage[1]
@@ -161,7 +164,7 @@ class PartStore:
             part: its number.
             records: its rows in input order.
             plan: the columns.
-            compression: zstd or none.
+            compression: one of the format's.
             still_owner: raises when another process has taken over; asked right before the rename.
             size: bytes that it will take, roughly; what a full disk asks for.
             change, settings: as in `PartCommit`; looked at when all records have passed.

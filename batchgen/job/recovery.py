@@ -60,7 +60,7 @@ class OpenJob:
 
     def replacing(self, commit: PartCommit, anew: Anew = no_row, since: int = 0, change: int = 0) -> Replaced:
         """A committed part as one that is to be replaced."""
-        return Replaced(commit, self.folder.data / commit.file, self.plan.names, anew, since, change)
+        return Replaced(commit, self.folder.data / commit.file, self.plan.to_json(), anew, since, change)
 
     def note_segment(self, segment: str, row: int) -> None:
         """Remember which part a journal record belongs to."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from batchgen.data.results import RowResult
 from batchgen.job.part_reader import PartRow, read_part
@@ -30,7 +31,7 @@ class Replaced:
     Args:
         commit: of the present file.
         path: of the present file.
-        names: our columns in it, as in `OutputPlan.names`.
+        plan: what is in it, as in `OutputPlan.to_json`.
         anew: rows that are computed again.
         since: the epoch from which on the journal may answer those rows.
         change: number of the retry that the new part has taken in; 0 for none.
@@ -38,7 +39,7 @@ class Replaced:
 
     commit: PartCommit
     path: Path
-    names: Mapping[str, str]
+    plan: Mapping[str, Any]
     anew: Anew = no_row
     since: int = 0
     change: int = 0
@@ -58,7 +59,7 @@ class KeptRows:
     def __init__(self, replaced: Replaced) -> None:
         self._anew = replaced.anew
         self._path = replaced.path
-        self._rows: Iterator[PartRow] = read_part(replaced.path, replaced.names)
+        self._rows: Iterator[PartRow] = read_part(replaced.path, replaced.plan)
         self._next = self._advance()
 
     def result(self, row: int) -> RowResult | None:

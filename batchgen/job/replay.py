@@ -31,7 +31,7 @@ class FoundResult:
     location: Location
     digest: bytes
     status: str
-    usage: tuple[int, int, int] | None
+    usage: Sequence[int] | None
 
 
 @dataclass(slots=True)

@@ -125,7 +125,7 @@ def _rows_meant(job: OpenJob, condition: Condition) -> Iterator[tuple[int, int]]
 def _count(job: OpenJob, commit: PartCommit, condition: Condition) -> int:
     path = job.folder.data / commit.file
     try:
-        return sum(condition(row) for row in read_part(path, job.plan.names))
+        return sum(condition(row) for row in read_part(path, job.plan.to_json()))
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(
             f"{path}: cannot be read ({error}); `batchgen verify` says what is wrong"

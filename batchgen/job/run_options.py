@@ -6,11 +6,12 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from batchgen.data.results import OutputPlan
+    from batchgen.data.results import BatchLabels, OutputPlan
     from batchgen.data.source import InputSet
     from batchgen.job.fingerprints import Fingerprints
     from batchgen.job.parts import Counts
@@ -155,6 +156,7 @@ def setup_from_spec(
             columns=spec.input.columns,
             renames=spec.output.columns,
             include=spec.output.include,
+            batch=batch_labels(spec, fingerprints),
         ),
         suffix=part_suffix(spec.output.format, spec.output.compression),
         compression=spec.output.compression,
@@ -162,6 +164,18 @@ def setup_from_spec(
         limit=spec.input.limit,
         resolved_job=resolved_yaml(spec),
     )
+
+
+def batch_labels(spec: JobSpec, fingerprints: Fingerprints) -> BatchLabels:
+    """What the format openai_batch says of a job: the same for the same job in any folder."""
+    from batchgen.data.results import BatchLabels
+
+    digests = fingerprints.digests()
+    identity = sha256(f"{digests['input']}/{digests['result']}".encode()).hexdigest()[:16]
+    # Of a local model only its own name: where it lies means nothing to a reader of the results.
+    path = spec.model.path.rstrip("/")
+    model = path.rpartition("/")[2] if path.startswith("/") else path
+    return BatchLabels(identity, model, chat=spec.prompt.mode == "chat")
 
 
 def _slurm_seconds(grace: float) -> float | None:

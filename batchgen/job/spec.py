@@ -21,7 +21,20 @@ from batchgen.job.units import parse_duration, parse_share, parse_size
 PART_ROWS = 1000
 FEWEST_PART_ROWS = 16
 PART_OUTPUT_TOKENS = 256 * 1024
-OUR_COLUMNS = ("row", "id", "generated_text", "finish_reason", "stop_reason", "status", "error", "usage")
+OUR_COLUMNS = (
+    "row",
+    "id",
+    "generated_text",
+    "finish_reason",
+    "stop_reason",
+    "status",
+    "error",
+    "usage",
+    "prompt",
+    "prompt_token_ids",
+    "output_token_ids",
+    "seed",
+)
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -97,6 +110,8 @@ def _renames(value: dict[str, str]) -> dict[str, str]:
     final = [value.get(name, name) for name in OUR_COLUMNS]
     if not set(value) <= set(OUR_COLUMNS) or not all(value.values()) or len(set(final)) != len(final):
         raise ValueError("not a renaming of our columns")
+    if any(not name.isprintable() for name in value.values()):
+        raise ValueError("a name with characters that cannot be seen, or that no file can hold")
     return value
 
 
@@ -199,17 +214,19 @@ class SamplingSection(Section):
     ignore_eos: Annotated[bool, Rule("true or false")] = False
 
 
-Included = Literal["usage", "finish_reason"]
+Included = Literal["usage", "finish_reason", "prompt", "prompt_token_ids", "output_token_ids", "seed"]
 
 
 class OutputSpec(Section):
     """Where results go and what is in them."""
 
     path: Annotated[Text, Rule("a local folder")]
-    format: Annotated[Literal["parquet", "jsonl"], Rule("parquet or jsonl", later=("openai_batch",))] = (
+    format: Annotated[Literal["parquet", "jsonl", "openai_batch"], Rule("parquet, jsonl or openai_batch")] = (
         "parquet"
     )
-    compression: Annotated[Literal["zstd", "none"], Rule("zstd or none")] = "zstd"
+    compression: Annotated[
+        Literal["zstd", "snappy", "gzip", "none"], Rule("zstd, gzip, none, or for Parquet also snappy")
+    ] = "zstd"
     columns: Annotated[
         dict[str, str],
         AfterValidator(_renames),
@@ -220,8 +237,8 @@ class OutputSpec(Section):
         BeforeValidator(_tuple),
         AfterValidator(_distinct),
         Rule(
-            "a list of usage and finish_reason",
-            later=("prompt", "prompt_token_ids", "output_token_ids", "logprobs", "seed"),
+            "a list of usage, finish_reason, prompt, prompt_token_ids, output_token_ids and seed",
+            later=("logprobs",),
         ),
     ] = ("usage", "finish_reason")
     part_rows: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"

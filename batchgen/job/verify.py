@@ -155,7 +155,7 @@ def _check_part(
         report.fault(f"{path}: {known}; run the job again to make it anew")
     counts = Counts()
     try:
-        for place, row in enumerate(read_part(path, manifest.output_plan["names"])):
+        for place, row in enumerate(read_part(path, manifest.output_plan)):
             expected = part * manifest.part_rows + place
             if row.row != expected:
                 report.fault(f"{path}: row {row.row} stands where row {expected} belongs")
@@ -217,7 +217,7 @@ def _check_input(
         for part, path in sorted(present.items()):
             known = index.get(part)
             indexer = PartIndexer(part, index.nearest_start(part))
-            for ours in _ids(path, manifest.output_plan["names"]):
+            for ours in _ids(path, manifest.output_plan):
                 row = next(rows, None)
                 if row is None or ours != (row.ordinal, row.id):
                     theirs = (
@@ -232,5 +232,5 @@ def _check_input(
         report.fault(str(error))
 
 
-def _ids(path: Path, names: Mapping[str, str]) -> Iterator[tuple[int, str]]:
-    return ((row.row, row.id) for row in read_part(path, names))
+def _ids(path: Path, plan: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    return ((row.row, row.id) for row in read_part(path, plan))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from batchgen.data.row_result import INCLUDED
 from batchgen.job.spec import JobSpec
 from batchgen.text.prompt_spec import PromptSpec
 
@@ -29,5 +30,6 @@ def worker_config(spec: JobSpec, prompt: PromptSpec) -> dict[str, Any]:
         "prompt": prompt.to_dict(),
         "sampling": spec.sampling.model_dump(mode="json"),
         "order": spec.run.order,
+        "include": [key for key in INCLUDED if key in spec.output.include],
         "engine": {"dtype": spec.model.dtype, "max_model_len": spec.model.max_model_len, **engine},
     }

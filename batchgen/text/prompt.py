@@ -34,12 +34,14 @@ class PreparedRow:
         token_ids: the prompt, never empty and shorter than the context.
         control_tokens: how many control tokens the row's own text spells.
         notes: what a report should say about it.
+        text: the rendered prompt; None where the row came as token ids.
     """
 
     row: int
     token_ids: list[int]
     control_tokens: int = 0
     notes: tuple[str, ...] = ()
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +296,8 @@ class PromptRenderer:
                 f"the prompt has {len(ids)} tokens and the context holds {max_model_len}, at least one of "
                 "them for the answer; shorten the prompt or raise model.max_model_len",
             )
-        return PreparedRow(row, ids, draft.control_tokens, self._row_notes(draft))
+        text = None if draft.text is None else draft.shown_text
+        return PreparedRow(row, ids, draft.control_tokens, self._row_notes(draft), text)
 
     def _row_notes(self, draft: Draft) -> tuple[str, ...]:
         if not draft.control_tokens:

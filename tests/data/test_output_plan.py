@@ -69,9 +69,39 @@ def test_renaming(tmp_path: Path) -> None:
             r"'generated' is not a column of ours; did you mean 'generated_text'",
         ),
         ("{}", {"renames": {"row": "id"}}, r"'row' becomes 'id', which is taken"),
-        ("{}", {"include": ["prompt"]}, r"output.include: 'prompt' is not supported yet; use any of usage"),
+        (
+            "{}",
+            {"include": ["logprobs"]},
+            r"output.include: 'logprobs' is not supported yet; use any of usage",
+        ),
+        (
+            "{}",
+            {"renames": {"prompt": "p"}},
+            r"output.columns: 'prompt' is not written; add prompt to output.include, or leave it alone",
+        ),
+        (
+            "{}",
+            {"include": ["usage"], "renames": {"stop_reason": "s"}},
+            r"output.columns: 'stop_reason' is not written; add finish_reason to output.include",
+        ),
+        (
+            '{"prompt": "x"}',
+            {"include": ["prompt"]},
+            r"input column 'prompt' .* output.columns: {prompt: batchgen_prompt}",
+        ),
+        (
+            "{}",
+            {"format": "openai_batch", "include": ["usage", "seed"]},
+            r"output.include: output.format: openai_batch has its own members and no place for others; "
+            "remove output.include, or use the format jsonl",
+        ),
+        (
+            "{}",
+            {"format": "openai_batch", "renames": {"id": "x"}},
+            "output.columns: output.format: openai_batch",
+        ),
         ("{}", {"include": ["colour"]}, r"output.include: 'colour' is not known"),
-        ("{}", {"format": "csv"}, r"output.format: 'csv' is not supported; use parquet or jsonl"),
+        ("{}", {"format": "csv"}, r"output.format: 'csv' is not supported; use any of parquet, jsonl"),
         (
             '{"text": 1}',
             {"columns": ["txt"]},

@@ -1,5 +1,6 @@
 """Parts on disk: the same bytes for the same rows, streamed, strict, and nothing left behind on failure."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -17,11 +18,19 @@ from data_files import jsonl, parquet, result, write_rows
 
 from batchgen.data.results import RowResult, plan_output
 from batchgen.data.row import Position, Row
-from batchgen.data.sink import part_suffix, write_part
+from batchgen.data.row_result import pack_ids
+from batchgen.data.sink import COMPRESSIONS, part_suffix, write_part
 from batchgen.data.source import InputSet, open_input
+from batchgen.job.part_reader import read_part
 from batchgen.types import ErrorClass, RowError, StorageError, UsageError
 
-SINKS = [("parquet", "zstd"), ("parquet", "none"), ("jsonl", "zstd"), ("jsonl", "none")]
+SINKS = [(format, compression) for format in ("parquet", "jsonl") for compression in COMPRESSIONS[format]]
+
+
+def unpacked(data: bytes, compression: str) -> bytes:
+    if compression == "gzip":
+        return gzip.decompress(data)
+    return zstandard.decompress(data, 1 << 20) if compression == "zstd" else data
 
 
 def mixed_input(tmp_path: Path, kind: str, rows: int = 2600) -> InputSet:
@@ -46,7 +55,7 @@ def test_bytes_do_not_depend_on_how_the_input_was_read(
         start = Position() if first == 0 else rows[first - 1].next_position
         variants = [rows[first : first + 1000], islice(open_input(inputs.files[0].path).rows(start), 1000)]
         written = [
-            write_rows(tmp_path / f"out{i}", variant, plan, compression=compression, row_group_rows=300)
+            write_rows(tmp_path / f"out{i}", variant, plan, compression=compression, group_rows=300)
             for i, variant in enumerate(variants)
         ]
         assert written[0] == written[1]
@@ -58,7 +67,7 @@ def test_bytes_do_not_depend_on_how_the_input_was_read(
 
 def test_row_groups_are_fixed_and_metadata_is_bare(tmp_path: Path) -> None:
     inputs = mixed_input(tmp_path, "parquet")
-    write_rows(tmp_path / "secret-path", inputs.rows(), plan_output(inputs), row_group_rows=1000)
+    write_rows(tmp_path / "secret-path", inputs.rows(), plan_output(inputs), group_rows=1000)
     metadata = pq.read_metadata(tmp_path / "secret-path")
     assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [1000, 1000, 600]
     assert metadata.row_group(0).column(0).compression == "ZSTD"
@@ -90,7 +99,7 @@ def test_records_come_back(tmp_path: Path, format: str, compression: str) -> Non
         records = pq.read_table(path).to_pylist()
     else:
         raw = path.read_bytes()
-        text = zstandard.decompress(raw, 1 << 20) if compression == "zstd" else raw
+        text = unpacked(raw, compression)
         records = [json.loads(line) for line in text.splitlines()]
     first, second = records
     assert first["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "truncated_tokens": 0}
@@ -139,7 +148,7 @@ def test_a_failure_leaves_no_file(tmp_path: Path, format: str, compression: str)
     path = tmp_path / "out"
     plan = plan_output(inputs, format=format)
     with pytest.raises(KeyboardInterrupt):
-        write_part(path, failing(), plan, compression=compression, row_group_rows=10)
+        write_part(path, failing(), plan, compression=compression, group_rows=10)
     with pytest.raises(ValueError, match="row 3 comes after row 3"):
         write_rows(path, [rows[3], rows[3]], plan, compression=compression)
     assert not path.exists()
@@ -160,12 +169,13 @@ def test_missing_folder_and_unknown_compression(tmp_path: Path) -> None:
     plan = plan_output(jsonl(tmp_path, "{}"))
     with pytest.raises(StorageError, match="No such file or directory"):
         write_part(tmp_path / "none" / "out", [], plan)
-    with pytest.raises(UsageError, match=r"output\.compression: 'lz4' is not supported"):
+    with pytest.raises(UsageError, match=r"output\.compression: 'lz4' is not supported for parquet"):
         write_part(tmp_path / "out", [], plan, compression="lz4")
 
 
 def test_suffixes() -> None:
-    assert [part_suffix(*sink) for sink in SINKS] == [".parquet", ".parquet", ".jsonl.zst", ".jsonl"]
+    parquet, jsonl = [".parquet"] * 4, [".jsonl.zst", ".jsonl.gz", ".jsonl"]
+    assert [part_suffix(*sink) for sink in SINKS] == parquet + jsonl
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
@@ -178,7 +188,75 @@ def test_writing_holds_one_row_group(tmp_path: Path, format: str) -> None:
             yield Row(i, str(i), {"t": f"{i:0>20000}"}, None, 1, "f", model.digest, model.next_position)
 
     tracemalloc.start()
-    write_rows(tmp_path / "out", rows(), plan, row_group_rows=50)
+    write_rows(tmp_path / "out", rows(), plan, group_rows=50)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20_000_000
+
+
+def test_gzip_holds_neither_a_time_nor_a_name(tmp_path: Path) -> None:
+    plan = plan_output(jsonl(tmp_path, "{}"), format="jsonl")
+    write_rows(tmp_path / "out", jsonl(tmp_path, "{}").rows(), plan, compression="gzip")
+    header = (tmp_path / "out").read_bytes()[:10]
+    assert header[:2] == b"\x1f\x8b"
+    assert header[3:8] == bytes(5)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_row_groups_end_with_so_many_bytes_too(tmp_path: Path, kind: str) -> None:
+    sizes = [10, 60_000, 10, 300_000, 10, 10, 50_000, 50_000, 10]
+    if kind == "jsonl":
+        inputs = jsonl(tmp_path, *(json.dumps({"t": "x" * size}) for size in sizes))
+    else:
+        inputs = open_input(
+            parquet(tmp_path, pa.table({"t": ["x" * size for size in sizes]}), row_group_size=1)
+        )
+    plan = plan_output(inputs)
+    for path in (tmp_path / "a", tmp_path / "b"):
+        write_rows(path, inputs.rows(), plan, group_rows=6, group_bytes=100_000)
+    metadata = pq.read_metadata(tmp_path / "a")
+    groups = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    assert groups == [4, 4, 1]
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+INCLUDED = {
+    "prompt": "<|user|>h\u00e9\ud800",
+    "prompt_token_ids": pack_ids([5, 70_000, 0]),
+    "output_token_ids": pack_ids([]),
+    "seed": 7,
+}
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_what_was_asked_for_beyond_the_answer(tmp_path: Path, format: str) -> None:
+    inputs = jsonl(tmp_path, "{}", "broken", "{}")
+    plan = plan_output(inputs, format=format, include=list(INCLUDED))
+    results = [RowResult("ok", "a", "stop", None, None, (3, 0, 0), INCLUDED), None, None]
+    rows = list(inputs.rows())
+    results[1] = RowResult.from_error(rows[1].error)
+    results[2] = RowResult("ok", "a", included={"seed": 7, "output_token_ids": pack_ids([1])})
+    path = tmp_path / ("out" + part_suffix(format, "none"))
+    write_part(path, zip(rows, results, strict=True), plan, compression="none")
+    expected = [
+        {
+            "prompt": "<|user|>h\u00e9\ufffd",
+            "prompt_token_ids": [5, 70_000, 0],
+            "output_token_ids": [],
+            "seed": 7,
+        },
+        dict.fromkeys(INCLUDED),
+        {"prompt": None, "prompt_token_ids": None, "output_token_ids": [1], "seed": 7},
+    ]
+    if format == "parquet":
+        table = pq.read_table(path)
+        assert table.schema.field("output_token_ids").type == pa.list_(pa.int32())
+        assert table.select(list(INCLUDED)).to_pylist() == expected
+        assert "usage" not in table.schema.names
+    else:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [{key: line[key] for key in INCLUDED} for line in lines] == expected
+        assert list(lines[0])[-4:] == list(INCLUDED)
+    back = [row.result.included for row in read_part(path, plan.to_json())]
+    assert back[1:] == [None, results[2].included]
+    assert back[0] == {**INCLUDED, "prompt": "<|user|>h\u00e9\ufffd"}

@@ -17,7 +17,8 @@ from typing import Any
 
 from fake_engine import launcher
 
-from batchgen.data.results import plan_output
+from batchgen.data.results import DEFAULT_INCLUDE, BatchLabels, plan_output
+from batchgen.data.row_result import INCLUDED
 from batchgen.data.sink import part_suffix
 from batchgen.data.source import open_input
 from batchgen.job.files import FileOps
@@ -41,6 +42,8 @@ class Settings:
     part_rows: int = 10
     limit: int | None = None
     temperature: float = 0.0
+    include: list[str] = field(default_factory=lambda: list(DEFAULT_INCLUDE))
+    renames: dict[str, str] = field(default_factory=dict)
     seed: int = 1
     max_tokens: int = 20
     max_num_seqs: int = 8
@@ -58,6 +61,7 @@ class Settings:
             "sampling": {"max_tokens": self.max_tokens, "seed": self.seed},
             "order": "input",
             "engine": {"max_num_seqs": self.max_num_seqs},
+            "include": [key for key in INCLUDED if key in self.include],
         }
 
     def launcher(self) -> Launcher:
@@ -80,7 +84,13 @@ def setup_of(settings: Settings) -> JobSetup:
         columns=("prompt",),
         fingerprints=fingerprints,
         worker_config=settings.worker_config(),
-        new_plan=lambda: plan_output(inputs, format=settings.format),
+        new_plan=lambda: plan_output(
+            inputs,
+            format=settings.format,
+            include=settings.include,
+            renames=settings.renames,
+            batch=BatchLabels("0123456789abcdef", "fake", chat=True),
+        ),
         suffix=part_suffix(settings.format, settings.compression),
         compression=settings.compression,
         part_rows=settings.part_rows,

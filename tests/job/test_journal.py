@@ -58,9 +58,14 @@ def sizes(folder: Path) -> dict[str, int]:
 def texts(folder: Path, accepted: dict[str, int] | None = None, job: str = JOB) -> dict[int, str]:
     found = replay(folder, job, sizes(folder) if accepted is None else accepted, 100, {})
     reader = JournalReader(folder, job)
-    read = {row: reader.result(f.location, row).message["text"] for row, f in found.results.items()}
+    payloads = reader.results([(row, result.location) for row, result in found.results.items()])
     reader.close()
-    return read
+    return dict(zip(found.results, map(text_of, payloads), strict=True))
+
+
+def text_of(payload: bytes) -> str:
+    text: str = ResultRecord.unpack(payload).message["text"]
+    return text
 
 
 payloads = st.lists(
@@ -281,8 +286,8 @@ def test_committed_rows_survive_any_failing_disk(
         assert [c.row for c in committed] == list(batch)
         promised |= batch
         reader = JournalReader(folder, JOB)
-        for c in committed:
-            assert reader.result(c.location, c.row).message["text"] == batch[c.row]
+        payloads = reader.results([(c.row, c.location) for c in reversed(committed)])
+        assert [text_of(p) for p in payloads] == [batch[c.row] for c in reversed(committed)]
         reader.close()
     found = texts(folder)
     assert promised.items() <= found.items()
@@ -298,7 +303,7 @@ def test_a_record_damaged_after_it_was_written_is_noticed(tmp_path: Path) -> Non
         file.write(b"\0")
     reader = JournalReader(tmp_path, JOB)
     with pytest.raises(StorageError, match=r"record of row 0 at byte 0 was damaged.*same command"):
-        reader.result(committed.location, 0)
+        reader.results([(0, committed.location)])
     reader.close()
 
 

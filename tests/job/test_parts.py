@@ -71,7 +71,7 @@ def test_a_committed_part_is_recognised_and_reads_back(bench: Bench) -> None:
     assert commit.rows == 10
     assert commit.counts.completion_tokens == sum(r.usage[1] for _, r in bench.records(1, 10) if r.usage)
     path = bench.folder.part(1, bench.suffix)
-    assert [r.result for r in read_part(path, bench.plan.names)] == [r for _, r in bench.records(1, 10)]
+    assert [r.result for r in read_part(path, bench.plan.to_json())] == [r for _, r in bench.records(1, 10)]
     assert bench.said == []
 
 
@@ -143,7 +143,7 @@ def test_a_row_result_with_an_error_reads_back(tmp_path: Path) -> None:
     row = next(iter(bench.inputs.rows()))
     failed = RowResult.from_error(RowError(ErrorClass.CONTEXT_LENGTH, "too long"))
     bench.store().commit(0, [(row, failed)], bench.plan, "zstd", lambda: None)
-    (read,) = read_part(bench.folder.part(0, bench.suffix), bench.plan.names)
+    (read,) = read_part(bench.folder.part(0, bench.suffix), bench.plan.to_json())
     assert (read.row, read.id, read.result) == (0, "in.jsonl:0", failed)
 
 

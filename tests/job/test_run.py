@@ -16,6 +16,7 @@ from fake_engine import MAX_MODEL_LEN, answer, prompt_ids, text_of
 from job_driver import Settings, run_here
 from job_inputs import data_bytes, read_output, write_jsonl, write_parquet
 
+from batchgen.data.results import INCLUDABLE
 from batchgen.job.attempts import read_attempts
 from batchgen.job.folder import JobFolder
 from batchgen.job.parts import Counts
@@ -92,10 +93,18 @@ def test_a_missing_part_is_made_again_with_the_same_bytes(tmp_path: Path) -> Non
     assert data_bytes(tmp_path / "out") == before
 
 
-@pytest.mark.parametrize("output_format", ["jsonl", "parquet"])
-def test_enlarging_the_limit_reopens_the_last_part_only(tmp_path: Path, output_format: str) -> None:
+EVERYTHING = {"include": list(INCLUDABLE), "renames": {"prompt": "rendered"}}
+
+
+@pytest.mark.parametrize("more", [{}, EVERYTHING], ids=["", "everything"])
+@pytest.mark.parametrize("output_format", ["jsonl", "parquet", "openai_batch"])
+def test_enlarging_the_limit_reopens_the_last_part_only(
+    tmp_path: Path, output_format: str, more: dict[str, Any]
+) -> None:
+    if output_format == "openai_batch":
+        more = {}
     write_parquet(tmp_path / "in.parquet", 60)
-    changes: dict[str, Any] = {"input": str(tmp_path / "in.parquet"), "format": output_format}
+    changes: dict[str, Any] = {"input": str(tmp_path / "in.parquet"), "format": output_format, **more}
     whole = Settings(output=str(tmp_path / "whole"), **changes)
     run_here(whole)
     settings = Settings(output=str(tmp_path / "out"), limit=25, **changes)
@@ -108,6 +117,37 @@ def test_enlarging_the_limit_reopens_the_last_part_only(tmp_path: Path, output_f
     assert [name for name in stamps if stamps[name] != after[name]] == [sorted(stamps)[-1]]
     attempts = list(read_attempts(JobFolder(tmp_path / "out")))
     assert sum(a.counters["ok"] for a in attempts) == 25 + 60
+
+
+@pytest.mark.parametrize("output_format", ["jsonl", "parquet"])
+def test_what_is_included_is_the_same_when_rows_resume_half_way(tmp_path: Path, output_format: str) -> None:
+    write_parquet(tmp_path / "in.parquet", 40)
+    changes: dict[str, Any] = {
+        "input": str(tmp_path / "in.parquet"),
+        "format": output_format,
+        "options": {"checkpoint_seconds": 0.01},
+        **EVERYTHING,
+    }
+    whole = Settings(output=str(tmp_path / "whole"), worker=failing(3), **changes)
+    run_here(whole)
+    said: list[str] = []
+    killed = Settings(
+        output=str(tmp_path / "out"),
+        worker={
+            "step_seconds": 0.003,
+            "state": str(tmp_path),
+            "faults": [*failing(3)["faults"], {"do": "kill", "after_tokens": 150, "times": 1}],
+        },
+        **changes,
+    )
+    assert run_here(killed, said).exit_code == 0
+    assert any("SIGKILL" in sentence for sentence in said)
+    assert data_bytes(tmp_path / "out") == data_bytes(tmp_path / "whole")
+    rows = read_output(tmp_path / "out")
+    assert rows[5]["rendered"] == "prompt 5"
+    assert rows[5]["prompt_token_ids"] == prompt_ids("prompt 5")
+    assert rows[5]["output_token_ids"] == answer(1, 5, prompt_ids("prompt 5"), 20)
+    assert (rows[5]["seed"], rows[3]["seed"], rows[3]["rendered"]) == (1, None, "prompt 3")
 
 
 def test_a_smaller_limit_than_what_is_there_is_refused(tmp_path: Path) -> None:

@@ -94,9 +94,10 @@ def test_a_run_leaves_what_the_report_needs(tmp_path: Path) -> None:
     summaries = read_summaries(folder, damaged)
     parts = recognise_parts(folder)
     names = {name: name for name in ("row", "id", "status", "finish_reason", "error", "usage")}
+    plan = {"format": "jsonl", "names": names}
     assert len(parts) == 6
     for commit in parts.values():
-        assert summary_of(read_part(folder.data / commit.file, names)) == summaries[commit.digest]
+        assert summary_of(read_part(folder.data / commit.file, plan)) == summaries[commit.digest]
     assert damaged == []
 
 

@@ -30,6 +30,11 @@ outcomes = st.lists(st.sampled_from([None, None, errno.EIO, errno.ENOSPC, -5]), 
 rows_written = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=4)
 
 
+def text_of(payload: bytes) -> str:
+    text: str = ResultRecord.unpack(payload).message["text"]
+    return text
+
+
 class Owner:
     """One process that owns, or once owned, the folder."""
 
@@ -105,7 +110,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.take_over(zombie=False)
             return
         reader = JournalReader(self.folder.journal, JOB)
-        texts = [(c.row, reader.result(c.location, c.row).message["text"]) for c in committed]
+        payloads = reader.results([(c.row, c.location) for c in committed])
+        texts = [(c.row, text_of(p)) for c, p in zip(committed, payloads, strict=True)]
         reader.close()
         assert texts == batch
         if owner.verdicts and batch:
@@ -194,9 +200,9 @@ class StoreMachine(RuleBasedStateMachine):
     def read_journal(self, accepted: dict[str, int]) -> dict[int, str]:
         found = replay(self.folder.journal, JOB, accepted, PART_ROWS, self.owner.parts.committed)
         reader = JournalReader(self.folder.journal, JOB)
-        texts = {row: reader.result(f.location, row).message["text"] for row, f in found.results.items()}
+        payloads = reader.results([(row, f.location) for row, f in found.results.items()])
         reader.close()
-        return texts
+        return dict(zip(found.results, map(text_of, payloads), strict=True))
 
     @invariant()
     def every_promise_is_kept(self) -> None:

@@ -86,13 +86,12 @@ def compare_outputs(this: Path, other: Path) -> dict[str, Any]:
 def _rows(root: Path) -> Iterator[tuple[Key, PartRow]]:
     """Rows in order, each under its number and how many of that number came before it."""
     folder = JobFolder(root)
-    names = require_manifest(folder).output_plan["names"]
-    needed = {name: names[name] for name in _NEEDED if name in names}
+    plan = require_manifest(folder).output_plan
     before, again = -1, 0
     for _, commit in sorted(recognise_parts(folder).items()):
         path = folder.data / commit.file
         try:
-            for row in read_part(path, needed):
+            for row in read_part(path, plan, only=_NEEDED):
                 again = again + 1 if row.row == before else 0
                 before = row.row
                 yield (row.row, again), row

@@ -13,7 +13,7 @@ from batchgen.data.results import RowResult
 from batchgen.job.claims import Claims
 from batchgen.job.folder import JobFolder
 from batchgen.job.histogram import Histogram
-from batchgen.job.journal import JournalReader
+from batchgen.job.journal import JournalReader, unpack_result
 from batchgen.job.manifest import Manifest
 from batchgen.job.part_reader import PartRow, read_part
 from batchgen.job.part_summary import PartSummary, summary_of
@@ -141,9 +141,7 @@ def describe_slowest(
 
 
 def _rows_of(folder: JobFolder, manifest: Manifest, commit: PartCommit) -> Iterator[PartRow]:
-    names = manifest.output_plan["names"]
-    needed = {name: names[name] for name in _NEEDED if name in names}
-    return read_part(folder.data / commit.file, needed)
+    return read_part(folder.data / commit.file, manifest.output_plan, only=_NEEDED)
 
 
 def _journal_rows(
@@ -156,7 +154,8 @@ def _journal_rows(
     try:
         for row, result in sorted(found.results.items()):
             try:
-                yield row, "", RowResult.from_message(reader.result(result.location, row).message)
+                (payload,) = reader.results([(row, result.location)])
+                yield row, "", RowResult.of(*unpack_result(payload)[1:])
             except StorageError:
                 # Its owner has moved it to a part since.
                 continue

@@ -1,0 +1,120 @@
+"""Rows and results as the Arrow arrays of one row group, column by column. The sink and `export` call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pyarrow as pa
+
+from batchgen.data.exact_json import clean_text
+from batchgen.data.passthrough import ColumnPassthrough
+from batchgen.data.row import Row
+from batchgen.data.row_result import RowResult
+from batchgen.types import RowError
+
+if TYPE_CHECKING:
+    from batchgen.data.results import OutputPlan
+
+ERROR_TYPE = pa.struct([("class", pa.string()), ("message", pa.string())])
+USAGE_TYPE = pa.struct(
+    [("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64()), ("truncated_tokens", pa.int64())]
+)
+BEFORE = {"row": pa.int64(), "id": pa.string()}
+AFTER = {
+    "generated_text": pa.string(),
+    "finish_reason": pa.string(),
+    "stop_reason": pa.string(),
+    "status": pa.string(),
+    "error": ERROR_TYPE,
+    "usage": USAGE_TYPE,
+    "prompt": pa.string(),
+    "prompt_token_ids": pa.list_(pa.int32()),
+    "output_token_ids": pa.list_(pa.int32()),
+    "seed": pa.int64(),
+}
+
+
+def result_arrays(
+    plan: OutputPlan, rows: Sequence[Row], results: Sequence[RowResult]
+) -> list[pa.ChunkedArray | pa.Array]:
+    """Columns of a Parquet row group, in the order of `OutputPlan.schema`; at least one row."""
+    fields = dict(zip(RowResult._fields, zip(*results, strict=True), strict=True))
+    return [
+        pa.array([row.ordinal for row in rows], pa.int64()),
+        texts([row.id for row in rows]),
+        *cast(ColumnPassthrough, plan.passthrough).arrays(rows),
+        *(_OURS[key](key, fields) for key in AFTER if key in plan.names),
+    ]
+
+
+def texts(values: Sequence[str | None]) -> pa.Array:
+    """A string array; lone surrogates become U+FFFD."""
+    try:
+        return pa.array(values, pa.string())
+    except UnicodeEncodeError:
+        return pa.array([value if value is None else clean_text(value) for value in values], pa.string())
+
+
+def _text(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+    return texts(fields[key])
+
+
+def _errors(_: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+    errors: Sequence[RowError | None] = fields["error"]
+    if not any(errors):
+        return pa.nulls(len(errors), ERROR_TYPE)
+    classes = pa.array([None if e is None else e.error_class.value for e in errors], pa.string())
+    messages = texts([None if e is None else e.message for e in errors])
+    return _struct(ERROR_TYPE, [classes, messages], errors)
+
+
+def _usages(_: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+    usages: Sequence[Sequence[int] | None] = fields["usage"]
+    counts = np.array([usage or (0, 0, 0) for usage in usages], np.int64)
+    return _struct(USAGE_TYPE, [pa.array(column) for column in counts.T.copy()], usages)
+
+
+def _struct(type_: pa.StructType, columns: list[pa.Array], values: Sequence[Any]) -> pa.Array:
+    missing = None
+    if not all(values):
+        missing = pa.array([value is None for value in values], pa.bool_())
+    return pa.StructArray.from_arrays(columns, fields=list(type_), mask=missing)
+
+
+def _included(key: str, fields: dict[str, Sequence[Any]]) -> list[Any]:
+    return [included and included.get(key) for included in fields["included"]]
+
+
+def _included_text(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+    return texts(_included(key, fields))
+
+
+def _token_ids(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+    """One list array over the bytes of all rows; nothing becomes a Python integer."""
+    values: list[bytes | None] = _included(key, fields)
+    lengths = np.fromiter((len(value or b"") // 4 for value in values), np.int32, len(values))
+    offsets = np.zeros(len(values) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    flat = pa.array(np.frombuffer(b"".join(value or b"" for value in values), np.int32))
+    missing = pa.array([value is None for value in values], pa.bool_())
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, type=AFTER[key], mask=missing)
+
+
+def _numbers(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+    return pa.array(_included(key, fields), AFTER[key])
+
+
+_OURS: dict[str, Callable[[str, dict[str, Sequence[Any]]], pa.Array]] = {
+    "generated_text": _text,
+    "finish_reason": _text,
+    "stop_reason": _text,
+    "status": _text,
+    "error": _errors,
+    "usage": _usages,
+    "prompt": _included_text,
+    "prompt_token_ids": _token_ids,
+    "output_token_ids": _token_ids,
+    "seed": _numbers,
+}

@@ -1,0 +1,146 @@
+"""Rows and results as lines of strict JSON: our own records, and OpenAI's batch output. The sink calls it.
+
+Lines are put together from text instead of from a dict a row, which is most of what writing JSONL costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from batchgen.data.exact_json import encode
+from batchgen.data.passthrough import MemberPassthrough
+from batchgen.data.row import Row
+from batchgen.data.row_result import INCLUDED, TOKEN_IDS, RowResult, unpack_ids
+from batchgen.types import RowError
+
+if TYPE_CHECKING:
+    from batchgen.data.results import BatchLabels, OutputPlan
+
+Liner = Callable[[Row, RowResult], str]
+"""From a row and its result to one line, without its newline."""
+
+
+def liner(plan: OutputPlan) -> Liner:
+    """What turns records into the lines of `plan`."""
+    if plan.format == "openai_batch":
+        if plan.batch is None:
+            raise ValueError("openai_batch needs the labels of its job")
+        return BatchLine(plan.batch)
+    passthrough = cast(MemberPassthrough, plan.passthrough)
+    ours = OurLine(plan.names)
+    return lambda row, result: ours(row.ordinal, row.id, passthrough.members(row), result)
+
+
+class OurLine:
+    """One record in the order of a Parquet part; members that the row lacks stay absent.
+
+    Args:
+        names: our columns to their names in the output; only those that are written.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = {key: f", {encode(name)}: " for key, name in names.items()}
+        self._row = "{" + self._names["row"].removeprefix(", ")
+        self._includes = [key for key in INCLUDED if key in names]
+        self._reasons: dict[tuple[str | None, str | None, str], str] = {}
+
+    def __call__(self, row: int, row_id: str, members: Mapping[str, Any], result: RowResult) -> str:
+        passing = f", {encode(dict(members))[1:-1]}" if members else ""
+        names = self._names
+        text = f"{names['generated_text']}{encode(result.generated_text)}"
+        return (
+            f"{self._row}{row}{names['id']}{encode(row_id)}{passing}{text}{self._reason(result)}"
+            f"{self._rest(result)}}}"
+        )
+
+    def _reason(self, result: RowResult) -> str:
+        """Few combinations occur, so each is put together once."""
+        key = result.finish_reason, result.stop_reason, result.status
+        known = self._reasons.get(key)
+        if known is None:
+            if len(self._reasons) > 1000:
+                self._reasons.clear()
+            named = zip(("finish_reason", "stop_reason", "status"), key, strict=True)
+            known = "".join(
+                f"{self._names[name]}{encode(value)}" for name, value in named if name in self._names
+            )
+            self._reasons[key] = known
+        return known
+
+    def _rest(self, result: RowResult) -> str:
+        names, error, usage = self._names, result.error, result.usage
+        text = f"{names['error']}null" if error is None else f"{names['error']}{_error('class', error)}"
+        if "usage" in names:
+            text += f"{names['usage']}{_usage(usage)}"
+        return text + self._included(result.included or {}) if self._includes else text
+
+    def _included(self, included: Mapping[str, Any]) -> str:
+        text = ""
+        for key in self._includes:
+            value = included.get(key)
+            if key in TOKEN_IDS and value is not None:
+                value = unpack_ids(value)
+            text += f"{self._names[key]}{encode(value)}"
+        return text
+
+
+def _error(key: str, error: RowError) -> str:
+    return f'{{"{key}": "{error.error_class.value}", "message": {encode(error.message)}}}'
+
+
+def _usage(usage: Any) -> str:
+    if usage is None:
+        return "null"
+    return f'{{"prompt_tokens": {usage[0]}, "completion_tokens": {usage[1]}, "truncated_tokens": {usage[2]}}}'
+
+
+class BatchLine:
+    """One line of a batch output file as OpenAI's Batch API documents it, for chat or for completions.
+
+    Nothing in it depends on when or where the job ran: `created` is 0, and the ids are made of the job and
+    the row. Beyond the documented members a choice has `stop_reason`, and the usage `truncated_tokens` where
+    a prompt was cut.
+    """
+
+    def __init__(self, labels: BatchLabels) -> None:
+        self._job = labels.identity
+        kind, name = ("chatcmpl", "chat.completion") if labels.chat else ("cmpl", "text_completion")
+        self._body = f'{{"id": "{kind}-{self._job}-%d", "object": "{name}", "created": 0'
+        self._body += f', "model": {encode(labels.model).replace("%", "%%")}, "choices": [%s], "usage": %s}}'
+        self._chat = labels.chat
+
+    def __call__(self, row: Row, result: RowResult) -> str:
+        return self.line(row.ordinal, row.id, result)
+
+    def line(self, row: int, row_id: str, result: RowResult) -> str:
+        """The line of a row that is not at hand any more."""
+        head = f'{{"id": "batch_req_{self._job}_{row}", "custom_id": {encode(row_id)}'
+        if result.status != "ok":
+            return f'{head}, "response": null, "error": {_failure(result)}}}'
+        body = self._body % (row, self._choice(result), _openai_usage(result.usage or (0, 0, 0)))
+        response = f'{{"status_code": 200, "request_id": "req_{self._job}_{row}", "body": {body}}}'
+        return f'{head}, "response": {response}, "error": null}}'
+
+    def _choice(self, result: RowResult) -> str:
+        text = encode(result.generated_text)
+        content = (
+            f'"message": {{"role": "assistant", "content": {text}}}' if self._chat else f'"text": {text}'
+        )
+        reasons = (
+            f'"finish_reason": {encode(result.finish_reason)}, "stop_reason": {encode(result.stop_reason)}'
+        )
+        return f'{{"index": 0, {content}, "logprobs": null, {reasons}}}'
+
+
+def _failure(result: RowResult) -> str:
+    if result.error is not None:
+        return _error("code", result.error)
+    return f'{{"code": {encode(result.status)}, "message": "the row was not run"}}'
+
+
+def _openai_usage(usage: Any) -> str:
+    prompt, completion, truncated = usage
+    cut = f', "truncated_tokens": {truncated}' if truncated else ""
+    total = prompt + completion
+    return f'{{"prompt_tokens": {prompt}, "completion_tokens": {completion}, "total_tokens": {total}{cut}}}'

@@ -1,0 +1,112 @@
+"""The outcome of one row, as a worker reports it, the journal keeps it and a part holds it.
+
+The assembly makes these from the journal, `part_reader` from parts; the sink writes them. Standard library
+only, and tuples, because there is one for every row.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+from batchgen.types import ErrorClass, RowError, Status
+
+INCLUDED = ("prompt", "prompt_token_ids", "output_token_ids", "seed")
+"""What a worker reports of a row only where `output.include` asks for it."""
+TOKEN_IDS = frozenset({"prompt_token_ids", "output_token_ids"})
+
+
+class RowResult(NamedTuple):
+    """What became of one row; nothing in it depends on scheduling.
+
+    Args:
+        status: ok, error or skipped.
+        usage: prompt, completion and truncated tokens; None where the engine never saw the row.
+        included: those of `INCLUDED` that were asked for and are known; token ids as bytes, see `pack_ids`.
+    """
+
+    status: str
+    generated_text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+    error: RowError | None = None
+    usage: Sequence[int] | None = None
+    included: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        status: str,
+        text: str | None,
+        finish_reason: str | None,
+        stop_reason: str | int | None,
+        error: Sequence[str] | None,
+        usage: Sequence[int] | None,
+        included: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """From the values of a journal record, in their order."""
+        return cls(
+            status,
+            text,
+            finish_reason,
+            stop_reason if stop_reason is None else str(stop_reason),
+            RowError(ErrorClass(error[0]), error[1]) if error else None,
+            tuple(usage) if usage else None,
+            included or None,
+        )
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Self:
+        """From the map in which a worker reports a result.
+
+        Args:
+            message: `status`, `text`, `finish_reason`, `stop_reason` (text or token id), `error` (class and
+                message, or None), `usage` (three counts, or None), `included` where something was asked for.
+        """
+        return cls.of(
+            message["status"],
+            message["text"],
+            message["finish_reason"],
+            message["stop_reason"],
+            message["error"],
+            message["usage"],
+            message.get("included"),
+        )
+
+    @classmethod
+    def from_error(cls, error: RowError) -> Self:
+        """The result of a row that failed before it reached the engine."""
+        return cls(Status.ERROR.value, error=error)
+
+    def to_message(self) -> dict[str, Any]:
+        """What `from_message` makes an equal result of."""
+        message = {
+            "status": self.status,
+            "text": self.generated_text,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "error": self.error and [self.error.error_class.value, self.error.message],
+            "usage": self.usage and list(self.usage),
+        }
+        return message if self.included is None else {**message, "included": dict(self.included)}
+
+    @property
+    def size(self) -> int:
+        """Characters and bytes that it holds, roughly; a function of the result alone."""
+        total = len(self.generated_text or "")
+        for value in (self.included or {}).values():
+            total += len(value) if isinstance(value, str | bytes) else 0
+        return total
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as int32 in the machine's own order, which is little-endian wherever batchgen runs."""
+    return array("i", ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """What `pack_ids` packed."""
+    ids = array("i")
+    ids.frombytes(data)
+    return ids.tolist()

@@ -1,0 +1,45 @@
+"""What a worker reports of a row beyond its answer, where `output.include` asks for it, and only that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from batchgen.data.row_result import pack_ids
+from batchgen.text.prompt import PreparedRow
+from batchgen.types import Output
+
+
+class Included:
+    """Keeps what was asked for of each row from its rendering to its result.
+
+    Args:
+        asked: those of `batchgen.data.row_result.INCLUDED` that the job wants.
+        seed: `sampling.seed` of every row.
+    """
+
+    def __init__(self, asked: Collection[str], seed: int) -> None:
+        self._asked = asked
+        self._seed = seed
+        self._keeps = "prompt" in asked or "prompt_token_ids" in asked
+        self._rows: dict[int, PreparedRow] = {}
+
+    def prepared(self, row: PreparedRow) -> None:
+        """A row was rendered. Called by the thread that does; the engine's loop calls the rest."""
+        if self._keeps:
+            self._rows[row.row] = row
+
+    def of(self, output: Output) -> dict[str, Any] | None:
+        """What goes into the result of a row; None where nothing was asked for.
+
+        A row that could not be rendered has no prompt, and one that failed no output.
+        """
+        if not self._asked:
+            return None
+        row = self._rows.pop(output.request_id, None)
+        found: dict[str, Any] = {}
+        if row is not None:
+            found = {"prompt": row.text, "prompt_token_ids": pack_ids(row.token_ids)}
+        if output.ok:
+            found |= {"output_token_ids": pack_ids(output.token_ids), "seed": self._seed}
+        return {key: value for key, value in found.items() if key in self._asked and value is not None}
