@@ -109,6 +109,12 @@ class EngineError(BatchgenError):
     exit_code = 7
 
 
+class StoppedError(BatchgenError):
+    """A signal or a time limit ended the run early; the same call continues it."""
+
+    exit_code = 75
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is decoded.

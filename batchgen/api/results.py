@@ -81,6 +81,11 @@ class Results:
         tables = [_table(file, columns) for file in self.files]
         return pa.concat_tables(tables, promote_options="default") if tables else pa.table({})
 
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """The rows as Arrow batches, part by part."""
+        for file in self.files:
+            yield from _table(file, columns).to_batches()
+
     def errors(self) -> list[dict[str, Any]]:
         """The rows that have no result: `status` is not ok."""
         status = self.columns["status"]

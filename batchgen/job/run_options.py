@@ -123,6 +123,16 @@ class RunResult:
     counts: Counts
 
 
+def needed_columns(spec: JobSpec, prompt: PromptSpec) -> frozenset[str]:
+    """Columns of the input that a worker needs.
+
+    Args:
+        spec: the job.
+        prompt: its prompt section, bound to the input's columns.
+    """
+    return prompt.required_columns()
+
+
 def setup_from_spec(
     spec: JobSpec,
     inputs: InputSet,
@@ -147,7 +157,7 @@ def setup_from_spec(
     return JobSetup(
         output=spec.output_folder,
         inputs=inputs,
-        columns=tuple(sorted(prompt.required_columns())),
+        columns=tuple(sorted(needed_columns(spec, prompt))),
         fingerprints=fingerprints,
         worker_config=worker_config,
         new_plan=lambda: plan_output(
