@@ -124,14 +124,13 @@ class Meter:
         elapsed = snapshot.seconds - first.seconds
         if elapsed <= 0:
             return Rates(cached_share=_share(snapshot), done_share=_done(snapshot))
-        speed = (_tokens(snapshot) - _tokens(first)) / elapsed
-        left = tokens_left(snapshot)
+        speed = (snapshot.tokens - first.tokens) / elapsed
         return Rates(
             tokens_in=(snapshot.prompt_tokens - first.prompt_tokens) / elapsed,
             tokens_out=(snapshot.output_tokens - first.output_tokens) / elapsed,
             cached_share=_share(snapshot),
             done_share=_done(snapshot),
-            seconds_left=_time(left, speed),
+            seconds_left=_time(snapshot.tokens_left, speed),
         )
 
 
@@ -141,21 +140,8 @@ def _time(left: float | None, speed: float) -> float | None:
     return left / speed if left is not None and speed > 0 else None
 
 
-def _tokens(snapshot: Progress) -> int:
-    return snapshot.prompt_tokens + snapshot.output_tokens
-
-
 def _share(snapshot: Progress) -> float:
     return snapshot.cached_tokens / snapshot.prompt_tokens if snapshot.prompt_tokens else 0.0
-
-
-def tokens_left(snapshot: Progress) -> float | None:
-    """Rows that are left, each as long as those of this attempt, counting what is half done as half a row."""
-    begun = snapshot.rows_done - snapshot.rows_before + snapshot.running / 2
-    if snapshot.rows_total is None or begun <= 0:
-        return None
-    left = snapshot.rows_total - snapshot.rows_done - snapshot.running / 2
-    return max(left, 0.0) * _tokens(snapshot) / begun
 
 
 def _done(snapshot: Progress) -> float | None:
@@ -186,26 +172,22 @@ class Tally:
 
     def __init__(self, display: Display) -> None:
         self._display = display
-        self._ready_at: float | None = None
         self._last = Progress()
 
     def update(self, snapshot: Progress) -> None:
         """As `Display.update`."""
-        if self._ready_at is None and snapshot.state == "running":
-            self._ready_at = snapshot.seconds
         self._last = replace(snapshot)
         self._display.update(snapshot)
 
     def lines(self) -> list[str]:
         """Sentences for the user; none where nothing ran."""
-        last, ready_at = self._last, self._ready_at
+        last, seconds = self._last, self._last.working_seconds
         rows = last.rows_done - last.rows_before
-        if ready_at is None or not rows or last.seconds <= ready_at:
+        if not rows or seconds <= 0:
             return []
-        seconds = last.seconds - ready_at
         share = last.cached_tokens / last.prompt_tokens if last.prompt_tokens else 0.0
         return [
-            f"{rows:,} rows in {clock(seconds)} after {clock(ready_at)} of loading: "
+            f"{rows:,} rows in {clock(seconds)} after {clock(last.seconds - seconds)} of loading: "
             f"{rows / seconds:.2f} rows/s, "
             f"{last.prompt_tokens / seconds:,.0f} tokens/s in, {last.output_tokens / seconds:,.0f} out; "
             f"{share:.0%} of prompt tokens came from the prefix cache"

@@ -77,6 +77,13 @@ def attempt_file(folder: JobFolder, number: int, suffix: str) -> Path:
     return folder.attempts / f"{number:04d}.{suffix}"
 
 
+def read_attempt(folder: JobFolder, number: int) -> Attempt | None:
+    """One record; None where it is missing or unreadable."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Attempt(**json.loads(attempt_file(folder, number, "json").read_bytes()))
+    return None
+
+
 def read_attempts(folder: JobFolder) -> Iterator[Attempt]:
     """Records of all attempts, oldest first; unreadable ones are left out."""
     for path in sorted(folder.attempts.glob("*.json")):

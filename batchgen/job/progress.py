@@ -32,6 +32,7 @@ class Progress:
         pool_waste: mean share of the cache that held nothing useful although it could have, over all
             workers.
         seconds: since this attempt began.
+        working_seconds: since a worker was ready first; what speeds are measured over.
         workers: worker processes that run.
     """
 
@@ -53,19 +54,35 @@ class Progress:
     pool_total: int = 0
     pool_waste: float = 0
     seconds: float = 0.0
+    working_seconds: float = 0.0
     workers: int = 0
 
     @property
-    def rows_per_second(self) -> float:
-        """Of this attempt."""
-        return (self.rows_done - self.rows_before) / self.seconds if self.seconds > 0 else 0.0
+    def tokens(self) -> int:
+        """Of prompts and outputs, of this attempt."""
+        return self.prompt_tokens + self.output_tokens
+
+    def per_second(self, amount: float) -> float:
+        """An amount of this attempt over its working time."""
+        return amount / self.working_seconds if self.working_seconds > 0 else 0.0
+
+    @property
+    def tokens_left(self) -> float | None:
+        """Rows that are left, each as long as those of this attempt; None while nothing tells.
+
+        What is half done counts as half a row.
+        """
+        begun = self.rows_done - self.rows_before + self.running / 2
+        if self.rows_total is None or begun <= 0:
+            return None
+        left = self.rows_total - self.rows_done - self.running / 2
+        return max(left, 0.0) * self.tokens / begun
 
     @property
     def eta_seconds(self) -> float | None:
-        """Until the last row, at the rate so far; None while it cannot be told."""
-        if self.rows_total is None or self.rows_per_second <= 0:
-            return None
-        return max(0, self.rows_total - self.rows_done) / self.rows_per_second
+        """Until the last row, at this attempt's speed in tokens; None while it cannot be told."""
+        left, speed = self.tokens_left, self.per_second(self.tokens)
+        return left / speed if left is not None and speed > 0 else None
 
 
 def save_progress(folder: JobFolder, attempt: int, progress: Progress) -> None:

@@ -5,13 +5,16 @@ Works on any host that sees the folder, while the job runs, and long after it di
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.job.attempts import Attempt, attempt_file, read_attempts
+from batchgen.job.attempts import Attempt, attempt_file, read_attempt, read_attempts
 from batchgen.job.claims import Claims
 from batchgen.job.counters import read_counters
 from batchgen.job.folder import JobFolder
@@ -58,8 +61,10 @@ class JobStatus:
         tokens_sampled: output tokens of all attempts.
         tokens_kept: of these, in results and in partial results that a resumed row goes on from.
         tokens_lost: sampled, but not kept: computed again. While the job runs, those of this moment count.
-        rows_per_second, eta_seconds: of the attempt that runs.
-        owner: the lease: host, pid, beat, released.
+        rows_per_second, prompt_tokens_per_second, output_tokens_per_second, prefix_hit_share, eta_seconds: of
+            the attempt that runs; the estimate goes by tokens.
+        bytes_in_parts, bytes_in_journal, bytes_free: on the folder's disk; None where it cannot be told.
+        owner: the lease: host, pid, beat, released, alive.
         last_error: of the last attempt, if it ended with one.
         messages: of the last attempt, and damage that was found now.
     """
@@ -79,7 +84,13 @@ class JobStatus:
     tokens_kept: int
     tokens_lost: int
     rows_per_second: float
+    prompt_tokens_per_second: float
+    output_tokens_per_second: float
+    prefix_hit_share: float | None
     eta_seconds: float | None
+    bytes_in_parts: int
+    bytes_in_journal: int
+    bytes_free: int | None
     owner: dict[str, Any] | None
     last_attempt: dict[str, Any] | None
     last_error: str | None
@@ -124,7 +135,6 @@ def read_status(
     lease = read_lease(folder.lease)
     progress = read_progress(folder, last.number) if last is not None else None
     state = _state(folder, lease, last, clock, sleep)
-    running = progress if state == "running" else None
     return JobStatus(
         folder=str(root),
         job_id=manifest.job_id,
@@ -140,15 +150,97 @@ def read_status(
         tokens_sampled=sampled,
         tokens_kept=kept,
         tokens_lost=max(0, sampled - kept),
-        rows_per_second=running.rows_per_second if running else 0.0,
-        eta_seconds=running.eta_seconds if running else None,
-        owner=_owner(lease),
+        **_speeds(progress if state == "running" else None),
+        bytes_in_parts=sum(commit.bytes for commit in parts.values()),
+        bytes_in_journal=_size(folder.journal),
+        bytes_free=_free(root),
+        owner=_owner(lease, alive=state == "running"),
         last_attempt=asdict(last) if last is not None else None,
         last_error=_last_error(last, state),
         progress=asdict(progress) if progress is not None else None,
         workers=workers,
         messages=[*(last.messages if last is not None else []), *messages, *map(str, found.dropped)],
     )
+
+
+def glance(
+    before: JobStatus,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> JobStatus:
+    """Look again at a job that was running: reads what the running attempt last said, not the rows.
+
+    Args:
+        before: what was seen last.
+        clock, sleep: as in `read_status`.
+
+    Raises:
+        StorageError: the folder cannot be read.
+    """
+    folder = JobFolder(Path(before.folder))
+    lease = read_lease(folder.lease)
+    moved = lease is not None and before.owner is not None and lease.beat != before.owner["beat"]
+    alive = lease is not None and not lease.released and (moved or _lives(folder, lease, clock, sleep))
+    number = (before.last_attempt or {}).get("number")
+    progress = read_progress(folder, number) if number is not None else None
+    attempt = read_attempt(folder, number) if number is not None else None
+    if not alive or progress is None or attempt is None or _newest_attempt(folder) != number:
+        return read_status(Path(before.folder), clock, sleep)
+    workers = [w for w in before.workers if w.attempt != number] + _workers(folder, attempt)
+    sampled = sum(worker.sampled for worker in workers)
+    return replace(
+        before,
+        rows_total=progress.rows_total,
+        rows_done=progress.rows_done,
+        ok=progress.ok,
+        error=progress.error,
+        skipped=progress.skipped,
+        parts=progress.parts_done,
+        **_speeds(progress),
+        bytes_in_journal=_size(folder.journal),
+        bytes_free=_free(folder.root),
+        owner=_owner(lease, alive=True),
+        tokens_sampled=sampled,
+        tokens_kept=max(0, sampled - before.tokens_lost),
+        workers=workers,
+        last_attempt=asdict(attempt),
+        progress=asdict(progress),
+        messages=list(attempt.messages),
+    )
+
+
+def _newest_attempt(folder: JobFolder) -> int | None:
+    numbers = [int(path.stem) for path in folder.attempts.glob("[0-9]*.json") if path.stem.isdecimal()]
+    return max(numbers, default=None)
+
+
+def _speeds(running: Progress | None) -> dict[str, Any]:
+    """What `JobStatus` says of the attempt that runs; nothing where none does."""
+    now = running or Progress()
+    return {
+        "rows_per_second": now.per_second(now.rows_done - now.rows_before),
+        "prompt_tokens_per_second": now.per_second(now.prompt_tokens),
+        "output_tokens_per_second": now.per_second(now.output_tokens),
+        "prefix_hit_share": now.cached_tokens / now.prompt_tokens if now.prompt_tokens else None,
+        "eta_seconds": now.eta_seconds,
+    }
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files in it; those that vanish meanwhile do not count."""
+    total = 0
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            with suppress(OSError):
+                total += entry.stat().st_size
+    return total
+
+
+def _free(root: Path) -> int | None:
+    try:
+        return shutil.disk_usage(root).free
+    except OSError:
+        return None
 
 
 def _with_journal(in_parts: Counts, found: Replay) -> Counts:
@@ -214,7 +306,7 @@ def _lives(
     return False
 
 
-def _owner(lease: LeaseRecord | None) -> dict[str, Any] | None:
+def _owner(lease: LeaseRecord | None, *, alive: bool) -> dict[str, Any] | None:
     if lease is None:
         return None
     return {
@@ -222,6 +314,7 @@ def _owner(lease: LeaseRecord | None) -> dict[str, Any] | None:
         "pid": lease.owner.pid,
         "beat": lease.beat,
         "released": lease.released,
+        "alive": alive,
     }
 
 

@@ -101,6 +101,7 @@ class Supervisor:
             on_notes=job.stats.add_notes,
         )
         self._rows_run = 0
+        self._ready_at: float | None = None
         self._workers: list[WorkerState] = []
         self._again: deque[Pending] = deque()
         self._uncommitted = _Uncommitted()
@@ -267,6 +268,8 @@ class Supervisor:
         for note in message["notes"]:
             self._say(note)
         worker.ready = True
+        if self._ready_at is None:
+            self._ready_at = time.monotonic()
         worker.want_rows = max(1, message["want_rows"])
         if self._options.window_parts is None:
             rows = 2 * worker.want_rows * self._options.workers
@@ -483,7 +486,7 @@ class Supervisor:
                 self._say(f"part {event.part} could not be committed: {event.outcome}")
 
     def _progress(self) -> Progress:
-        counts = self._job.counts
+        counts, now = self._job.counts, time.monotonic()
         progress = Progress(
             state=self._state(),
             rows_total=self._job.rows_total(),
@@ -493,7 +496,8 @@ class Supervisor:
             error=counts.error,
             skipped=counts.skipped,
             parts_done=len(self._job.parts.committed),
-            seconds=time.monotonic() - self._started,
+            seconds=now - self._started,
+            working_seconds=0.0 if self._ready_at is None else now - self._ready_at,
             workers=len(self._workers),
         )
         for counters in (self._past_tokens, *(worker.progress for worker in self._workers)):

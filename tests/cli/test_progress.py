@@ -144,6 +144,7 @@ def test_the_tally_tells_speeds_without_loading_and_the_hit_share() -> None:
             rows_before=10,
             rows_done=60,
             seconds=110.0,
+            working_seconds=100.0,
             prompt_tokens=10_000,
             cached_tokens=2_500,
             output_tokens=4_000,

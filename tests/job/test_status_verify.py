@@ -104,7 +104,7 @@ def test_status_watches_the_heartbeat_of_another_host(failed: Settings) -> None:
     beat()
     found = status(failed, clock=lambda: now[0], sleep=sleep)
     assert found.state == "running"
-    assert found.owner == {"host": "faraway", "pid": 4242, "beat": 0, "released": False}
+    assert found.owner == {"host": "faraway", "pid": 4242, "beat": 0, "released": False, "alive": True}
 
     def only_sleep(seconds: float) -> None:
         now[0] += seconds
