@@ -1,7 +1,31 @@
-"""Settings for all tests."""
+"""Settings and fixtures for all tests."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from stand_in_hub import StandInHub
 
 # Waiting OpenMP threads must not spin while another process needs the core; read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["StandInHub"]:
+    """An empty hub, and an empty cache. The constants are what HF_ENDPOINT and HF_HOME become at import."""
+    from huggingface_hub import constants
+    from stand_in_hub import serve_hub
+
+    with serve_hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub_cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield server

@@ -152,7 +152,8 @@ def drive(
     from batchgen.job.run_options import options_from_spec
 
     report = checks.Report()
-    with closing(checks.check_job(spec, report, rows_for_ids=ROWS_FOR_IDS)) as found:
+    checked = checks.check_job(spec, report, rows_for_ids=ROWS_FOR_IDS, resume=not overwrite)
+    with closing(checked) as found:
         report.raise_faults()
         setup = prepare(found)
         options = options_from_spec(spec, overwrite=overwrite, accept_drift=accept_drift)
@@ -199,6 +200,9 @@ def setup_of(spec: JobSpec, found: Prepared) -> JobSetup:
     assert found.inputs is not None
     assert found.prompt is not None
     assert found.source is not None
+    found.source.fetch_weights()
+    commit = found.source.commit
     files = model_files(found.source, found.tokenizer_source)
     prints = fingerprint(spec, files, found.inputs.fingerprint())
-    return setup_from_spec(spec, found.inputs, found.prompt, prints, worker_config(spec, found.prompt))
+    config = worker_config(spec, found.prompt, commit)
+    return setup_from_spec(spec, found.inputs, found.prompt, prints, config, commit)

@@ -20,7 +20,7 @@ from batchgen.types import BatchgenError, StorageError, UsageError
 if TYPE_CHECKING:
     from batchgen.data.row import Row
     from batchgen.data.source import InputSet
-    from batchgen.job.faults import Fault
+    from batchgen.job.faults import Fault, KeyPath
     from batchgen.job.fingerprints import ModelFiles
     from batchgen.job.spec import JobSpec
     from batchgen.models.source import ModelSource
@@ -45,14 +45,16 @@ class Report:
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     spec: JobSpec | None = None
+    _keys: dict[int, KeyPath] = field(default_factory=dict)
 
     @contextmanager
-    def check(self) -> Iterator[None]:
-        """Collect what the body raises instead of stopping."""
+    def check(self, *key: str) -> Iterator[None]:
+        """Collect what the body raises instead of stopping; a sentence that names no key is about `key`."""
         try:
             yield
         except BatchgenError as error:
             self.faults.append(error)
+            self._keys[id(error)] = key
 
     def located(self, fault: BatchgenError) -> list[Fault]:
         """The fault, or each of a job file's, with its place: where the key stands that it begins with."""
@@ -60,7 +62,7 @@ class Report:
 
         if isinstance(fault, JobFileError):
             return list(fault.faults)
-        key = named_key(str(fault))
+        key = named_key(str(fault)) or self._keys.get(id(fault), ())
         place = self.spec.place(key) if self.spec else None
         return [Fault(place or Origin(""), str(fault), key if place else ())]
 
@@ -101,28 +103,32 @@ class Prepared:
             self.inputs.close()
 
 
-def check_job(spec: JobSpec, report: Report, *, rows_for_ids: int) -> Prepared:
+def check_job(spec: JobSpec, report: Report, *, rows_for_ids: int, resume: bool = True) -> Prepared:
     """Every check that needs no tokenizer.
 
     Args:
         spec: the job.
         report: gets faults, notes and facts.
         rows_for_ids: how many rows to look at for ids that occur twice, where a column holds them.
+        resume: whether what the output folder holds will be continued.
     """
     report.spec = spec
     found = Prepared()
-    with report.check():
+    with report.check("input", "path"):
         found.inputs = open_job_input(spec)
     if found.inputs is not None:
-        with report.check():
+        with report.check("prompt"):
             found.prompt = bind_prompt(spec, found.inputs)
-        with report.check():
+        with report.check("output"):
             report.notes += _check_output_columns(spec, found.inputs)
-        with report.check():
+        with report.check("input", "path"):
             _check_rows(spec, found.inputs, report, rows_for_ids)
-    with report.check():
-        found.source, found.tokenizer_source = find_models(spec)
-    with report.check():
+    with report.check("model", "path"):
+        found.source = find_model(spec, recorded_commit(spec) if resume else None)
+        found.source.check_weights()
+    with report.check("model", "tokenizer"):
+        found.tokenizer_source = find_tokenizer(spec)
+    with report.check("output", "path"):
         _check_output_is_folder(spec)
     return found
 
@@ -155,22 +161,55 @@ def bind_prompt(spec: JobSpec, inputs: InputSet) -> PromptSpec:
     return PromptSpec.from_dict(spec.prompt.model_dump()).bind(inputs.columns())
 
 
-def find_models(spec: JobSpec) -> tuple[ModelSource, ModelSource | None]:
-    """Where the model and, if it is another one, the tokenizer lie.
+def find_model(spec: JobSpec, commit: str | None = None) -> ModelSource:
+    """Where the model lies; fetches no weights.
+
+    Args:
+        spec: the job.
+        commit: used instead of the job's revision.
 
     Raises:
         UsageError: nothing is there.
     """
     from batchgen.models.source import find_model
 
-    return find_model(spec.model.path), find_model(spec.model.tokenizer) if spec.model.tokenizer else None
+    return find_model(spec.model.path, commit or spec.model.revision, allow_pickle=spec.model.allow_pickle)
+
+
+def find_tokenizer(spec: JobSpec) -> ModelSource | None:
+    """Where the tokenizer lies if it is not the model's own.
+
+    Raises:
+        UsageError: nothing is there.
+    """
+    from batchgen.models.source import find_tokenizer
+
+    return find_tokenizer(spec.model.tokenizer) if spec.model.tokenizer else None
+
+
+def recorded_commit(spec: JobSpec) -> str | None:
+    """The commit at which the output folder's job found this model and revision; a branch may have moved.
+
+    Raises:
+        UsageError, StorageError: the folder's manifest cannot be read.
+    """
+    from batchgen.job.folder import JobFolder
+    from batchgen.job.manifest import load_manifest, revision_name
+
+    manifest = load_manifest(JobFolder(spec.output_folder))
+    return manifest.commits.get(revision_name(spec.model.path, spec.model.revision)) if manifest else None
 
 
 def model_files(source: ModelSource, tokenizer_source: ModelSource | None) -> ModelFiles:
-    """The files that a job's results depend on."""
+    """The files that a job's results depend on.
+
+    Raises:
+        UsageError: weights are not all there.
+    """
     from batchgen.job.fingerprints import ModelFiles
 
-    return ModelFiles.find(_place(source), None if tokenizer_source is None else _place(tokenizer_source))
+    tokenizer = source.folder if tokenizer_source is None else _place(tokenizer_source)
+    return ModelFiles(source.weight_files(), tokenizer)
 
 
 def _place(source: ModelSource) -> Path:

@@ -44,7 +44,8 @@ def _explain(job: Path, sets: tuple[str, ...], number: int | None, row_id: str |
     with closing(checks.open_job_input(spec)) as inputs:
         prompt = checks.bind_prompt(spec, inputs)
         row = _find_row(inputs, number or 0, row_id)
-    source, tokenizer_source = checks.find_models(spec)
+    source = checks.find_model(spec, checks.recorded_commit(spec))
+    tokenizer_source = checks.find_tokenizer(spec)
     shown: dict[str, Any] = {"row": row.ordinal, "id": row.id, "file": row.file, "line": row.line}
     if row.error is not None:
         shown |= {"prompt": None, "tokens": [], "control_tokens": 0, "error": _error(row.error)}

@@ -41,7 +41,7 @@ def _report(job: Path, sets: tuple[str, ...]) -> Report:
         spec = load_job(job, sets)
         report.notes += spec.notes
         with closing(checks.check_job(spec, report, rows_for_ids=checks.ROWS_FOR_IDS)) as found:
-            with report.check():
+            with report.check("output", "path"):
                 checks.check_output_writable(spec)
             source = found.tokenizer_source or found.source
             if source is not None and found.prompt is not None:

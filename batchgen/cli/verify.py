@@ -80,12 +80,13 @@ def _inputs(spec: JobSpec, notes: list[str]) -> InputSet | None:
 
 
 def _fingerprints(spec: JobSpec, inputs: InputSet, notes: list[str]) -> Fingerprints | None:
-    from batchgen.cli.checks import find_models, model_files
+    from batchgen.cli.checks import find_model, find_tokenizer, model_files, recorded_commit
     from batchgen.job.fingerprints import fingerprint
     from batchgen.types import BatchgenError
 
     try:
-        return fingerprint(spec, model_files(*find_models(spec)), inputs.fingerprint())
+        files = model_files(find_model(spec, recorded_commit(spec)), find_tokenizer(spec))
+        return fingerprint(spec, files, inputs.fingerprint())
     except BatchgenError as error:
         notes.append(f"the model was not compared: {error}")
         return None

@@ -22,7 +22,7 @@ from batchgen.engine.runner import ModelRunner
 from batchgen.models.activations import make_activations_rowwise
 from batchgen.models.loader import LoadedModel, context_length, load_model
 from batchgen.models.probe import LayerAttention, probe_model
-from batchgen.models.source import find_model
+from batchgen.models.source import ModelSource, find_model, find_tokenizer
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import UsageError
 from batchgen_kernels.backend import AttentionBackend
@@ -58,7 +58,12 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
     Raises:
         UsageError: there is none, or it cannot be used.
     """
-    return Tokenizer.load(str(find_model(config.tokenizer or config.model).tokenizer_folder()))
+    source = find_tokenizer(config.tokenizer) if config.tokenizer else _source(config)
+    return Tokenizer.load(str(source.tokenizer_folder()))
+
+
+def _source(config: EngineConfig) -> ModelSource:
+    return find_model(config.model, config.revision, allow_pickle=config.allow_pickle)
 
 
 def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Engine:
@@ -75,7 +80,8 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     torch.set_num_threads(threads)
     dtype = "float32" if config.dtype == "auto" else config.dtype
     tokenizer = tokenizer or load_tokenizer(config)
-    loaded = load_model(find_model(config.model).weights_folder(), dtype)
+    folder = _source(config).weights_folder()
+    loaded = load_model(folder, dtype, allow_pickle=config.allow_pickle)
     config = dataclasses.replace(
         config,
         dtype=dtype,

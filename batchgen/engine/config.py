@@ -12,6 +12,8 @@ class EngineConfig:
     Args:
         model: hub id, folder or GGUF file.
         tokenizer: folder or hub id of another tokenizer.
+        revision: branch, tag or commit of a hub id.
+        allow_pickle: whether weights may be `.bin` files.
         dtype: `auto` (float32 on the CPU), `float32`, `bfloat16` or `float16`.
         max_model_len: longest prompt plus output, in tokens.
         attention: name of an attention backend, or `auto`.
@@ -28,6 +30,8 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    revision: str | None = None
+    allow_pickle: bool = False
     dtype: str = "auto"
     max_model_len: int | None = None
     attention: str = "auto"

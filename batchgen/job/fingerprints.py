@@ -20,7 +20,6 @@ from batchgen.job.spec import JobSpec
 from batchgen.text.tokenizer import fingerprint as tokenizer_fingerprint
 
 FORMAT = 1
-WEIGHTS = ("*.safetensors", "*.bin", "config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +50,6 @@ class ModelFiles:
 
     weights: tuple[Path, ...]
     tokenizer: Path | None
-
-    @classmethod
-    def find(cls, model: Path, tokenizer: Path | None = None) -> ModelFiles:
-        """Files of a model folder or a GGUF file, and another tokenizer's folder if there is one."""
-        if model.is_file():
-            return cls((model,), tokenizer)
-        files = {file for pattern in WEIGHTS for file in model.glob(pattern) if file.is_file()}
-        return cls(tuple(sorted(files)), tokenizer or model)
 
 
 def fingerprint(spec: JobSpec, files: ModelFiles, input_files: Mapping[str, Any]) -> Fingerprints:

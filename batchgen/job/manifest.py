@@ -33,6 +33,7 @@ class Manifest:
         facts: versions and devices that it reported.
         changes: retries and accepted drifts, in order.
         epochs: first epoch and number of the change that attempts from there on run under.
+        commits: by `revision_name` of each model of the hub, the commit that it was when it was first used.
     """
 
     job_id: str
@@ -46,6 +47,7 @@ class Manifest:
     facts: Mapping[str, Any] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     epochs: list[Sequence[int]] = field(default_factory=list)
+    commits: dict[str, str] = field(default_factory=dict)
     created: str = field(default_factory=now_text)
     batchgen: str = batchgen.__version__
     format: int = FORMAT
@@ -76,6 +78,11 @@ class Manifest:
         """Replace `manifest.json`. Raises StorageError."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
         atomic_write(folder.manifest, text.encode(errors="surrogatepass"))
+
+
+def revision_name(path: str, revision: str | None) -> str:
+    """A model of the hub as a job names it."""
+    return path if revision is None else f"{path}@{revision}"
 
 
 def require_manifest(folder: JobFolder) -> Manifest:

@@ -227,6 +227,7 @@ def _manifest(setup: JobSetup, folder: JobFolder) -> tuple[Manifest, OutputPlan]
             refuse_open_retry(folder, manifest)
         plan = OutputPlan.from_json(manifest.output_plan, setup.inputs)
         manifest.limit = setup.limit
+    manifest.commits = {**setup.commits, **manifest.commits}
     return manifest, plan
 
 

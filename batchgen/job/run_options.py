@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -55,6 +55,7 @@ class JobSetup:
         limit: rows of the selection; None for all.
         resolved_job: text of job.resolved.yaml.
         retry: rows to compute anew, under `worker_config`; None for an ordinary run.
+        commits: by name and revision of the model, the commit that it is; empty for local files.
     """
 
     output: Path
@@ -69,6 +70,7 @@ class JobSetup:
     limit: int | None
     resolved_job: str
     retry: Retry | None = None
+    commits: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,7 @@ def setup_from_spec(
     prompt: PromptSpec,
     fingerprints: Fingerprints,
     worker_config: Mapping[str, Any],
+    commit: str | None = None,
 ) -> JobSetup:
     """The setup of a job file.
 
@@ -148,9 +151,11 @@ def setup_from_spec(
         prompt: bound to the input's columns.
         fingerprints: of the job as it is now.
         worker_config: as in `JobSetup`.
+        commit: what the model's revision was resolved to.
     """
     from batchgen.data.results import plan_output
     from batchgen.data.sink import part_suffix
+    from batchgen.job.manifest import revision_name
     from batchgen.job.resolved import resolved_yaml
     from batchgen.job.spec import part_rows_auto
 
@@ -173,6 +178,7 @@ def setup_from_spec(
         part_rows=part_rows_auto(spec),
         limit=spec.input.limit,
         resolved_job=resolved_yaml(spec),
+        commits={revision_name(spec.model.path, spec.model.revision): commit} if commit else {},
     )
 
 

@@ -131,7 +131,9 @@ class ModelSpec(Section):
     """Which model, and the numeric choices about it."""
 
     path: Annotated[Text, Rule("a hub id such as org/name, a local folder, or a .gguf file")]
+    revision: Annotated[Text | None, Rule("null, or a branch, tag or commit of a hub id")] = None
     tokenizer: Annotated[Text | None, Rule("null, a folder or a hub id")] = None
+    allow_pickle: Annotated[bool, Rule("true or false")] = False
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         BeforeValidator(_dtype),

@@ -13,12 +13,13 @@ from batchgen.job.spec import JobSpec
 from batchgen.text.prompt_spec import PromptSpec
 
 
-def worker_config(spec: JobSpec, prompt: PromptSpec) -> dict[str, Any]:
+def worker_config(spec: JobSpec, prompt: PromptSpec, commit: str | None = None) -> dict[str, Any]:
     """The part of a job that an engine worker needs.
 
     Args:
         spec: the job.
         prompt: its prompt section, bound to the input's columns.
+        commit: what the model's revision was resolved to.
     """
     engine = spec.engine.model_dump(mode="json", exclude={"device"})
     for key in ("max_num_batched_tokens", "max_num_seqs", "block_size", "kv_cache_memory"):
@@ -31,5 +32,11 @@ def worker_config(spec: JobSpec, prompt: PromptSpec) -> dict[str, Any]:
         "sampling": spec.sampling.model_dump(mode="json"),
         "order": spec.run.order,
         "include": [key for key in INCLUDED if key in spec.output.include],
-        "engine": {"dtype": spec.model.dtype, "max_model_len": spec.model.max_model_len, **engine},
+        "engine": {
+            "dtype": spec.model.dtype,
+            "max_model_len": spec.model.max_model_len,
+            "revision": commit,
+            "allow_pickle": spec.model.allow_pickle,
+            **engine,
+        },
     }

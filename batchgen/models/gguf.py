@@ -22,17 +22,17 @@ from batchgen.types import UsageError
 FORMAT = 1
 
 
-def tokenizer_folder(file: Path) -> Path:
-    """The file's tokenizer and configuration as a folder."""
-    return _cached(file, "tokenizer", _convert_tokenizer)
+def tokenizer_folder(file: Path, key: str = "model.path") -> Path:
+    """The file's tokenizer and configuration as a folder; `key` of the job file names it in messages."""
+    return _cached(file, "tokenizer", _convert_tokenizer, key)
 
 
-def weights_folder(file: Path) -> Path:
+def weights_folder(file: Path, key: str = "model.path") -> Path:
     """The file's dequantised float32 weights, configuration and tokenizer as a folder."""
-    return _cached(file, "weights", _convert_weights)
+    return _cached(file, "weights", _convert_weights, key)
 
 
-def _cached(file: Path, kind: str, convert: Callable[[Path, Path], None]) -> Path:
+def _cached(file: Path, kind: str, convert: Callable[[Path, Path], None], key: str) -> Path:
     target = cache_dir() / "gguf" / f"{file.stem}-{_identity(file)}" / kind
     if target.is_dir():
         return target
@@ -42,7 +42,8 @@ def _cached(file: Path, kind: str, convert: Callable[[Path, Path], None]) -> Pat
             return target
         temporary = Path(tempfile.mkdtemp(prefix=f"{kind}.", dir=target.parent))
         try:
-            convert(file, temporary)
+            with _readable(file, key):
+                convert(file, temporary)
             temporary.rename(target)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -68,7 +69,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def _readable(file: Path, key: str) -> Iterator[None]:
     """Turn whatever the readers raise on a broken file into one sentence."""
     try:
         yield
@@ -76,7 +77,7 @@ def _readable(file: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise UsageError(
-            f"model.path: {file} could not be read as GGUF ({type(error).__name__}: {error}); "
+            f"{key}: {file} could not be read as GGUF ({type(error).__name__}: {error}); "
             "is the download complete, and is its architecture one that transformers reads from GGUF?"
         ) from error
 
@@ -84,9 +85,8 @@ def _readable(file: Path) -> Iterator[None]:
 def _convert_tokenizer(file: Path, out: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    with _readable(file):
-        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.save_pretrained(out)
     config.save_pretrained(out)
 
@@ -95,11 +95,8 @@ def _convert_weights(file: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _readable(file):
-        quantized = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32
-        )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    quantized = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     settings = quantized.config.to_dict()
     for key in ("quantization_config", "_name_or_path"):
         settings.pop(key, None)

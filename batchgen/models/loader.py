@@ -77,18 +77,31 @@ def load_config(folder: Path) -> PretrainedConfig:
         UsageError: it is missing, broken, or of a kind that transformers does not know.
     """
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        # Left open, transformers would ask on the terminal whether to run code from the folder.
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"model.path: {folder} has no usable configuration: {error}") from error
+        if "trust_remote_code" in str(error):
+            raise UsageError(
+                f"model.path: {folder} needs code of its own, which is never run; "
+                "choose a model that transformers itself defines"
+            ) from error
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(
+            f"model.path: {folder} has no usable configuration ({reason}); "
+            "is it a model folder of transformers, and is transformers new enough for it?"
+        ) from error
     return config
 
 
-def load_model(folder: Path, dtype: str = "float32") -> LoadedModel:
-    """Load safetensors weights for inference on the CPU.
+def load_model(folder: Path, dtype: str = "float32", *, allow_pickle: bool = False) -> LoadedModel:
+    """Load weights for inference on the CPU.
 
     Args:
         folder: as `ModelSource.weights_folder` gives it.
         dtype: `float32`, `bfloat16` or `float16`.
+        allow_pickle: load `.bin` files where there are no safetensors; only tensors are read of them.
 
     Raises:
         UsageError: no safetensors weights, weights that do not belong to the configuration, or no
@@ -102,7 +115,8 @@ def load_model(folder: Path, dtype: str = "float32") -> LoadedModel:
             dtype=DTYPES[dtype],
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,
-            use_safetensors=True,
+            trust_remote_code=False,
+            use_safetensors=None if allow_pickle else True,
             output_loading_info=True,
         )
     except Exception as error:
@@ -115,7 +129,7 @@ def load_model(folder: Path, dtype: str = "float32") -> LoadedModel:
     if missing:
         raise UsageError(
             f"model.path: {folder} lacks {len(missing)} weights that its configuration asks for, "
-            f"such as {missing[0]}; is the download complete?"
+            f"such as {missing[0]}; download it again"
         )
     if info["unexpected_keys"]:
         logger.warning("%d weights of %s are not used by the model", len(info["unexpected_keys"]), folder)

@@ -67,12 +67,12 @@ class Tokenizer:
         self.backend.encode_special_tokens = False
 
     @classmethod
-    def load(cls, path: str, trust_remote_code: bool = False) -> Tokenizer:
+    def load(cls, path: str) -> Tokenizer:
         """Load from a local folder.
 
         Raises:
-            UsageError: no folder, no tokenizer in it, code in it that is not trusted, or a tokenizer
-                without a fast implementation.
+            UsageError: no folder, no tokenizer in it, one that needs code of its own, or one without a fast
+                implementation.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -82,19 +82,18 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            hf = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=trust_remote_code
-            )
+            # Left open, transformers would ask on the terminal whether to run code from the folder.
+            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except Exception as error:
+            if "trust_remote_code" in str(error):
+                raise UsageError(
+                    f"model.tokenizer: {path} needs code of its own, which is never run; "
+                    "give one that comes as tokenizer.json"
+                ) from error
             reason = " ".join(str(error).split())[:300]
-            remedy = (
-                "set model.trust_remote_code: true if you trust that code"
-                if "trust_remote_code" in reason
-                else "the folder needs tokenizer.json, or the files that transformers makes one from"
-            )
             raise UsageError(
-                f"model.tokenizer: {path} holds no tokenizer that loads "
-                f"({type(error).__name__}: {reason}); {remedy}"
+                f"model.tokenizer: {path} holds no tokenizer that loads ({type(error).__name__}: {reason}); "
+                "the folder needs tokenizer.json, or the files that transformers makes one from"
             ) from error
         if not getattr(hf, "is_fast", False):
             raise UsageError(

@@ -14,10 +14,11 @@ JOB = "model: ./model\ninput: prompts.jsonl\noutput: out/\n"
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder without weights: what `validate` and `show` may need and no more."""
+    """A model folder with an empty file of weights: what `validate` and `show` may need and no more."""
     folder = tmp_path_factory.mktemp("model")
     save_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 64}))
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (folder / "generation_config.json").write_text(
         json.dumps({"do_sample": True, "temperature": 0.6, "top_p": 0.9})
     )

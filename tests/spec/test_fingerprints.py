@@ -37,9 +37,13 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def _files(model: Path) -> ModelFiles:
+    return ModelFiles((model / "config.json", model / "model.safetensors"), model)
+
+
 def _prints(model: Path, file: Path, *sets: str, **changed_input: Any) -> Fingerprints:
     files = {**FILES, "files": [{**FILES["files"][0], **changed_input}]}  # type: ignore[dict-item]
-    return fingerprint(load_job(file, sets), ModelFiles.find(model), files)
+    return fingerprint(load_job(file, sets), _files(model), files)
 
 
 def test_the_same_job_has_the_same_digests(model: Path, job_file: Write) -> None:
@@ -139,11 +143,6 @@ def test_a_secret_is_compared_but_not_kept(
 
 def test_the_digest_ignores_the_order_of_keys() -> None:
     assert digest({"a": 1, "b": "é"}) == digest({"b": "é", "a": 1}) != digest({"a": 1, "b": "e"})
-
-
-def test_a_gguf_file_is_all_there_is(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_text("x")
-    assert ModelFiles.find(tmp_path / "m.gguf") == ModelFiles((tmp_path / "m.gguf",), None)
 
 
 def test_a_file_hashed_before_is_not_read_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
