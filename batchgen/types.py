@@ -33,6 +33,7 @@ class ErrorClass(enum.StrEnum):
     """The closed list of what can be wrong with one row."""
 
     INVALID_JSON = "invalid_json"
+    INVALID_CSV = "invalid_csv"
     INVALID_UNICODE = "invalid_unicode"
     NUMBER_OUT_OF_RANGE = "number_out_of_range"
     MISSING_COLUMN = "missing_column"

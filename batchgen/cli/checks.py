@@ -141,13 +141,21 @@ def open_job_input(spec: JobSpec) -> InputSet:
     """
     from batchgen.data.source import open_input
 
-    return open_input(
+    inputs = open_input(
         spec.input.path,
         format=spec.input.format,
         id_column=None if spec.input.id == "auto" else spec.input.id,
         unicode=spec.input.unicode,
         on_truncated=spec.input.on_truncated,
+        strict_json=spec.input.strict_json,
     )
+    if inputs.format == "openai_batch":
+        inputs.close()
+        raise UsageError(
+            f"input.path: {inputs.files[0].path} is an OpenAI batch, whose rows set their own sampling: "
+            "that is not available in this version; write the messages as JSONL"
+        )
+    return inputs
 
 
 def bind_prompt(spec: JobSpec, inputs: InputSet) -> PromptSpec:
@@ -322,7 +330,7 @@ def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> N
     from batchgen.data.identity import AUTO_COLUMN
     from batchgen.data.source import WINDOW_ROWS
 
-    with_ids = spec.input.id != "auto" or AUTO_COLUMN in inputs.columns()
+    with_ids = inputs.options.id_column is not None or AUTO_COLUMN in inputs.columns()
     limit = min(spec.input.limit or most, most if with_ids else WINDOW_ROWS)
     scan = _scan(inputs, limit, with_ids=with_ids)
     report.facts |= {"rows_read": scan.read, "bad_rows": scan.bad, "columns": list(inputs.columns())}

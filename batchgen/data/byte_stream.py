@@ -1,16 +1,20 @@
-"""Decompressed bytes of a file in bounded chunks: plain, gzip or zstd, every member or frame of it.
+"""Decompressed bytes of a file in bounded chunks: plain, gzip, bzip2 or zstd, every member or frame of it.
 
-`LineReader` pulls chunks. All data that can be decompressed comes out before a truncated end is reported.
+The record readers pull chunks. All data that can be decompressed comes out before a cut end is reported.
 """
 
 from __future__ import annotations
 
+import bz2
 import zlib
 from collections.abc import Generator
-from typing import IO, Protocol
+from typing import Protocol
 
 import zstandard
 
+from batchgen.data.input_file import InputFile
+from batchgen.data.raw_file import open_raw
+from batchgen.data.read_ahead import ReadAhead
 from batchgen.types import InputError
 
 CHUNK_BYTES = 256 * 1024
@@ -20,10 +24,10 @@ _ZSTD_INPUT_BYTES = 512
 
 
 class TruncatedStream(Exception):
-    """The compressed file ends before its end mark. `offset` is in bytes of the compressed file."""
+    """The file ends before what it holds does. `offset` is where, as the message says."""
 
-    def __init__(self, offset: int) -> None:
-        super().__init__(f"the compressed stream ends at byte {offset}, before its end mark")
+    def __init__(self, message: str, offset: int) -> None:
+        super().__init__(message)
         self.offset = offset
 
 
@@ -38,41 +42,34 @@ class ByteStream(Protocol):
     def close(self) -> None: ...
 
 
-def open_stream(path: str, compression: str, size: int) -> ByteStream:
-    """Opens `path` as a stream of decompressed bytes.
+def open_stream(file: InputFile, *, ahead: bool = True) -> ByteStream:
+    """Opens `file` as a stream of decompressed bytes.
 
     Args:
-        path: a local file.
-        compression: "none", "gzip" or "zstd".
-        size: bytes of the file when the job looked at it; what was appended since is not read.
+        file: what was appended since the job looked at it is not read.
+        ahead: whether a thread may read and decompress ahead.
 
     Raises:
         InputError: the file cannot be opened.
     """
-    source = _Source(path, size)
-    if compression == "none":
-        return _PlainStream(source)
-    decompress = {"gzip": _gunzip, "zstd": _unzstd}[compression]
-    return _CompressedStream(source, decompress(source))
+    source = _Source(file)
+    if file.compression == "none":
+        return _PlainStream(source, ahead=ahead and file.url is not None)
+    chunks = _DECOMPRESS[file.compression](source)
+    return _CompressedStream(source, ReadAhead(chunks, len) if ahead else chunks)
 
 
 class _Source:
-    """The file as stored, up to `size`; `offset` is that of the next byte."""
+    """The file as stored, up to its size; `offset` is that of the next byte."""
 
-    def __init__(self, path: str, size: int) -> None:
-        self.path = path
-        self.size = size
+    def __init__(self, file: InputFile) -> None:
+        self.path = file.path
+        self.size = file.size
         self.offset = 0
-        try:
-            self.file: IO[bytes] = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
-        except OSError as e:
-            raise InputError(f"{path}: cannot be read: {e.strerror}") from e
+        self.raw = open_raw(file)
 
     def read(self) -> bytes:
-        try:
-            data = self.file.read(max(0, min(CHUNK_BYTES, self.size - self.offset)))
-        except OSError as e:
-            raise InputError(f"{self.path}: cannot be read at byte {self.offset}: {e.strerror}") from e
+        data = self.raw.read_at(self.offset, max(0, min(self.raw.block_bytes, self.size - self.offset)))
         if not data and self.offset < self.size:
             raise InputError(
                 f"{self.path}: ends at byte {self.offset} but had {self.size} bytes when the job started; "
@@ -81,12 +78,16 @@ class _Source:
         self.offset += len(data)
         return data
 
-    def seek(self, offset: int) -> None:
-        self.file.seek(offset)
-        self.offset = offset
+    def blocks(self) -> Generator[bytes]:
+        while data := self.read():
+            yield data
+
+    def truncated(self) -> TruncatedStream:
+        message = f"the compressed stream ends at byte {self.offset}, before its end mark"
+        return TruncatedStream(message, self.offset)
 
     def corrupt(self, kind: str, reason: Exception) -> InputError:
-        start = max(0, self.offset - CHUNK_BYTES)
+        start = max(0, self.offset - self.raw.block_bytes)
         return InputError(
             f"{self.path}: corrupt {kind} data between bytes {start} and {self.offset}: {reason}; "
             "restore the file from its source"
@@ -94,17 +95,31 @@ class _Source:
 
 
 class _PlainStream:
-    def __init__(self, source: _Source) -> None:
+    def __init__(self, source: _Source, *, ahead: bool) -> None:
         self._source = source
-        self.read_chunk = source.read
-        self.seek = source.seek
+        self._ahead = ReadAhead(source.blocks(), len) if ahead else None
+        self._is_fresh = True
+
+    def read_chunk(self) -> bytes:
+        if self._ahead is None:
+            return self._source.read()
+        self._is_fresh = False
+        return next(self._ahead, b"")
+
+    def seek(self, offset: int) -> None:
+        if self._ahead is not None and not self._is_fresh:
+            self._ahead.close()
+            self._ahead = ReadAhead(self._source.blocks(), len)
+        self._source.offset = offset
 
     def close(self) -> None:
-        self._source.file.close()
+        if self._ahead is not None:
+            self._ahead.close()
+        self._source.raw.close()
 
 
 class _CompressedStream:
-    def __init__(self, source: _Source, chunks: Generator[bytes]) -> None:
+    def __init__(self, source: _Source, chunks: ReadAhead[bytes] | Generator[bytes]) -> None:
         self._source = source
         self._chunks = chunks
         self._offset = 0
@@ -125,7 +140,7 @@ class _CompressedStream:
 
     def close(self) -> None:
         self._chunks.close()
-        self._source.file.close()
+        self._source.raw.close()
 
 
 def _gunzip(source: _Source) -> Generator[bytes]:
@@ -149,11 +164,35 @@ def _gunzip_member(source: _Source, data: bytes) -> Generator[bytes, None, bytes
         except zlib.error as e:
             raise source.corrupt("gzip", e) from e
         if not data and not chunk and not member.eof:
-            raise TruncatedStream(source.offset)
+            raise source.truncated()
         data = member.unconsumed_tail
         if chunk:
             yield chunk
     return member.unused_data
+
+
+def _bunzip2(source: _Source) -> Generator[bytes]:
+    data = source.read()
+    while True:
+        data = yield from _bunzip2_stream(source, data)
+        if not data and not (data := source.read()):
+            return
+
+
+def _bunzip2_stream(source: _Source, data: bytes) -> Generator[bytes, None, bytes]:
+    """Yields the content of one stream; returns the bytes read beyond it."""
+    stream = bz2.BZ2Decompressor()
+    while not stream.eof:
+        if stream.needs_input and not data and not (data := source.read()):
+            raise source.truncated()
+        try:
+            chunk = stream.decompress(data, CHUNK_BYTES)
+        except (OSError, ValueError) as e:
+            raise source.corrupt("bzip2", e) from e
+        data = b""
+        if chunk:
+            yield chunk
+    return stream.unused_data
 
 
 def _unzstd(source: _Source) -> Generator[bytes]:
@@ -175,7 +214,7 @@ def _unzstd_frame(
         if start >= len(data):
             data, start = source.read(), 0
             if not data:
-                raise TruncatedStream(source.offset)
+                raise source.truncated()
         try:
             chunk = frame.decompress(data[start : start + _ZSTD_INPUT_BYTES])
         except zstandard.ZstdError as e:
@@ -184,3 +223,6 @@ def _unzstd_frame(
         if chunk:
             yield chunk
     return frame.unused_data + data[start:]
+
+
+_DECOMPRESS = {"gzip": _gunzip, "bzip2": _bunzip2, "zstd": _unzstd}

@@ -1,6 +1,6 @@
 """JSON that loses nothing: every digit survives, and only strict JSON is ever written.
 
-`JsonlReader` decodes lines with `LineDecoder`; the sink writes with `encode`. Python's own parser does the
+The readers decode records with `LineDecoder`; the sink writes with `encode`. Python's own parser does the
 work; the hooks below decide what it leaves open (big numbers, NaN, surrogates, depth, duplicate keys).
 """
 
@@ -55,23 +55,27 @@ class Decoded:
 
 
 class LineDecoder:
-    """Decodes the lines of one reader. Not thread-safe: the hooks gather notes on the instance.
+    """Decodes the records of one reader. Not thread-safe: the hooks gather notes on the instance.
 
     Args:
         replace_invalid: bytes that are not UTF-8 and lone surrogates become U+FFFD instead of an error.
+        strict: duplicate keys, NaN, infinities and raw control characters are errors, not notes.
+        unit: what a record is called in messages.
     """
 
-    def __init__(self, replace_invalid: bool) -> None:
+    def __init__(self, replace_invalid: bool, *, strict: bool = False, unit: str = "line") -> None:
         self._replace_invalid = replace_invalid
+        self._refuse_repairs = strict
+        self._unit = unit
         self._notes: list[str] = []
         self._strict = self._decoder(strict=True)
         self._lenient = self._decoder(strict=False)
 
     def decode(self, data: bytes) -> Decoded:
-        """One object from one line.
+        """One object from one record.
 
         Raises:
-            RowFailure: invalid_json, invalid_unicode or number_out_of_range; the message names no line.
+            RowFailure: invalid_json, invalid_unicode or number_out_of_range; the message names no place.
         """
         self._notes = []
         text = self._text(data)
@@ -79,7 +83,7 @@ class LineDecoder:
         values = self._parse(text)
         if not isinstance(values, dict):
             kind = _json_kind(values)
-            raise RowFailure(ErrorClass.INVALID_JSON, f"the line holds {kind}, not an object {{...}}")
+            raise RowFailure(ErrorClass.INVALID_JSON, f"the {self._unit} holds {kind}, not an object {{...}}")
         nonfinite: tuple[str, ...] = ()
         if "nan_replaced" in self._notes:
             values, nonfinite = _without_nonfinite(values)
@@ -105,7 +109,7 @@ class LineDecoder:
                 return data.decode(errors="replace")
             raise RowFailure(
                 ErrorClass.INVALID_UNICODE,
-                f"byte 0x{data[e.start]:02x} at byte {e.start} of the line is not valid UTF-8; "
+                f"byte 0x{data[e.start]:02x} at byte {e.start} of the {self._unit} is not valid UTF-8; "
                 "repair it or set input.unicode: replace",
             ) from None
 
@@ -114,14 +118,14 @@ class LineDecoder:
             try:
                 return self._strict.decode(text)
             except json.JSONDecodeError as e:
-                if not e.msg.startswith("Invalid control character"):
+                if self._refuse_repairs or not e.msg.startswith("Invalid control character"):
                     raise
             values = self._lenient.decode(text)
             self._note("control_character")
             return values
         except json.JSONDecodeError as e:
             raise RowFailure(
-                ErrorClass.INVALID_JSON, f"not valid JSON: {e.msg} at character {e.pos} of the line"
+                ErrorClass.INVALID_JSON, f"not valid JSON: {e.msg} at character {e.pos} of the {self._unit}"
             ) from None
         except RecursionError:
             raise _too_deep() from None
@@ -130,13 +134,21 @@ class LineDecoder:
         if code not in self._notes:
             self._notes.append(code)
 
-    def _constant(self, _: str) -> float:
+    def _constant(self, text: str) -> float:
+        if self._refuse_repairs:
+            raise _not_strict(f"{text} is no JSON number; write null")
         self._note("nan_replaced")
         return math.nan
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) != len(pairs):
+            if self._refuse_repairs:
+                names = [name for name, _ in pairs]
+                twice = next(name for place, name in enumerate(names) if name in names[:place])
+                raise _not_strict(
+                    f"the key {clean_text(twice)[:100]!r} occurs twice in one object; remove one"
+                )
             self._note("duplicate_key")
         return values
 
@@ -260,6 +272,10 @@ def _out_of_range(text: str) -> RowFailure:
         f"the number {shown} is too large (a double, or an integer of up to {MAX_INT_DIGITS} digits); "
         "write it as a string",
     )
+
+
+def _not_strict(problem: str) -> RowFailure:
+    return RowFailure(ErrorClass.INVALID_JSON, f"{problem}, or set input.strict_json: false")
 
 
 def _check_depth(data: bytes) -> None:

@@ -17,7 +17,9 @@ _WHEN = ("mtime_ns", "version")
 
 
 def input_fingerprint(files: Sequence[InputFile]) -> dict[str, Any]:
-    """JSON-able: the ordered files with path as given, size, mtime in nanoseconds and Parquet footer hash."""
+    """JSON-able: the ordered files with path as given (without credentials), size, mtime in nanoseconds, what
+    the store of a remote file tells of its version, and Parquet footer hash.
+    """
     return {"version": 1, "format": files[0].format, "files": [_entry(file) for file in files]}
 
 
@@ -80,24 +82,29 @@ def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
 def _entry(file: InputFile) -> dict[str, Any]:
     footer = None
     if file.format == "parquet":
-        from batchgen.data.parquet_reader import footer_hash
+        from batchgen.data.table_file import footer_hash
 
         footer = footer_hash(file)
-    return {
+    entry: dict[str, Any] = {
         "path": file.path,
         "compression": file.compression,
         "size": file.size,
         "mtime_ns": file.mtime_ns,
         "footer": footer,
     }
+    # The commit is for whoever reads the manifest; the same file in a later commit is the same input.
+    more = {"version": file.version, "commit": file.commit}
+    return {**entry, **{key: value for key, value in more.items() if value is not None}}
 
 
 def _file_changes(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    changed = [key for key in ("compression", "size", "footer", "mtime_ns") if old[key] != new[key]]
+    keys = ("compression", "size", "footer", "mtime_ns", "version")
+    changed = [key for key in keys if old.get(key) != new.get(key)]
     words = {
         "compression": f"compression was {old['compression']}, is {new['compression']}",
         "size": f"size was {old['size']} bytes, is {new['size']}",
         "footer": "the Parquet footer (schema or row groups) differs",
         "mtime_ns": "was modified since (its time stamp differs)",
+        "version": f"version (etag or time stamp) was {old.get('version')}, is {new.get('version')}",
     }
     return [f"{path}: {', '.join(words[key] for key in changed)}"] if changed else []

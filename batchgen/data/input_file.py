@@ -1,38 +1,31 @@
-"""From the paths in the job file (one, a list, globs) to local files of a known format. For `open_input`."""
+"""From the paths in the job file (one, a list, patterns, URLs) to files of a known format.
+
+`open_input` calls `find_files`.
+"""
 
 from __future__ import annotations
 
 import glob
 import os
-import re
 import stat
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import PurePath
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
+from batchgen.data.urls import is_url, local_path, protocol, shown_url
 from batchgen.types import InputError, UsageError
 
-SUPPORTED = "batchgen reads JSONL (plain, .gz, .zst) and Parquet for now"
+if TYPE_CHECKING:
+    from batchgen.data.remote import RemoteFile
 
-_SNIFF_BYTES = 4096
-_COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_ZSTD_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
-_COMPRESSED_SUFFIXES = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
-_REFUSED_MAGIC = {
-    b"BZh": "bzip2",
-    b"\xfd7zXZ\x00": "xz",
-    b"PK\x03\x04": "zip",
-    b"PARE": "encrypted Parquet",
-    b"ARROW1": "Arrow IPC",
-    b"Obj\x01": "Avro",
-    b"ORC": "ORC",
-    b"SQLite format 3": "SQLite",
-    b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
-}
-_PARQUET_SUFFIXES = {".parquet", ".pq", ".parq"}
-_JSONL_SUFFIXES = {".jsonl", ".ndjson", ".jsonlines"}
-_REFUSED_FORMATS = {"json", "csv", "openai_batch"}
+FORMATS = ("auto", "parquet", "jsonl", "json", "csv", "openai_batch")
+TEXT_FORMATS = ("jsonl", "json", "csv")
+"""Files of these may stand side by side in one job."""
+
+_PARALLEL_REQUESTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +34,15 @@ class InputFile:
 
     Args:
         index: its place in the list.
-        path: as given in the job, or as the glob found it.
+        path: as given in the job, or as the pattern found it; a URL without its credentials.
         name: base name; always valid UTF-8.
-        format: "jsonl" or "parquet".
-        compression: of the text: "none", "gzip" or "zstd"; "none" for Parquet.
-        size, mtime_ns: from stat, when opened.
+        format: "parquet", "arrow", "jsonl", "json", "csv" or "openai_batch".
+        compression: of the text: "none", "gzip", "bzip2" or "zstd"; "none" for Parquet and Arrow.
+        size: in bytes, when the job looked at it.
+        mtime_ns: from stat; 0 for a remote file.
+        url: of a remote file, with its credentials.
+        version: of a remote file: etag, hash or time stamp, whatever its store tells.
+        commit: of the hub's repository that it is read from.
     """
 
     index: int
@@ -55,106 +52,107 @@ class InputFile:
     compression: str
     size: int
     mtime_ns: int
+    url: str | None = field(default=None, repr=False)
+    version: str | None = None
+    commit: str | None = None
 
 
 def find_files(paths: str | Sequence[str], format: str = "auto") -> tuple[InputFile, ...]:
-    """The ordered list of input files: as given, each glob sorted by name.
+    """The ordered list of input files: as given, each pattern sorted by name.
 
     Raises:
-        UsageError: a format, scheme or kind of file that is not supported; a file twice; formats mixed.
-        InputError: a file is missing or unreadable, or a glob matches nothing.
+        UsageError: a format, protocol or kind of file that is not supported; a file twice; formats that
+            cannot be mixed.
+        InputError: a file is missing or unreadable, or a pattern matches nothing.
     """
-    _check_format(format)
+    if format not in FORMATS:
+        raise UsageError(f"input.format: {format!r} is not a format; use {', '.join(FORMATS)}")
     given = [paths] if isinstance(paths, str) else list(paths)
-    resolved = [path for item in given for path in _resolve(item)]
-    if not resolved:
+    found = [file for item in given for file in _resolve(item)]
+    if not found:
         raise UsageError("input.path: the list is empty; name at least one file")
-    seen: set[str] = set()
-    for path in resolved:
-        real = os.path.realpath(path)
-        if real in seen:
-            raise UsageError(f"input.path: {path} is listed twice; list each file once")
-        seen.add(real)
-    files = tuple(_describe(index, path, format) for index, path in enumerate(resolved))
-    other = next((f for f in files if f.format != files[0].format), None)
-    if other is not None:
-        raise UsageError(
-            f"input.path: {files[0].path} is {files[0].format} and {other.path} is {other.format}; "
-            "mixed formats are not supported for now, convert one of them"
-        )
+    _refuse_twice(found)
+    numbered = [replace(file, index=index) for index, file in enumerate(found)]
+    files = tuple(_sniffed(numbered, format))
+    _refuse_mixture(files)
     return files
 
 
-def _check_format(format: str) -> None:
-    if format in _REFUSED_FORMATS:
-        raise UsageError(f"input.format: {format} is not supported; {SUPPORTED}")
-    if format not in {"auto", "jsonl", "parquet"}:
-        raise UsageError(f"input.format: {format!r} is not a format; use auto, jsonl or parquet")
+def _resolve(item: str) -> list[InputFile]:
+    """The files of one entry, of a format not known yet."""
+    if not is_url(item):
+        return _resolve_local(item)
+    path = local_path(item)
+    if path is not None:
+        return _resolve_local(path)
+    if protocol(item) == "hf":
+        from batchgen.data.hub import find_on_hub
+
+        remote = find_on_hub(item)
+    else:
+        from batchgen.data.remote import find_remote
+
+        remote = find_remote(item)
+    return [_remote(file) for file in remote]
 
 
-def _resolve(item: str) -> list[str]:
-    if "://" in item:
-        raise UsageError(f"input.path: {item} is not a local file; {SUPPORTED}, from local files")
+def _remote(file: RemoteFile) -> InputFile:
+    name = _url_name(file.shown)
+    return InputFile(0, file.shown, name, "", "none", file.size, 0, file.url, file.version, file.commit)
+
+
+def _url_name(url: str) -> str:
+    path = url.partition("://")[2] if protocol(url) == "hf" else unquote(urlsplit(url).path)
+    return PurePosixPath(path).name or shown_url(url)
+
+
+def _resolve_local(item: str) -> list[InputFile]:
     if os.path.lexists(item) or not glob.has_magic(item):
-        return [item]
+        if os.path.isdir(item):
+            from batchgen.data.saved_dataset import saved_files
+
+            return [_local(path) for path in saved_files(item)]
+        return [_local(item)]
     found = sorted(path for path in glob.glob(item, recursive=True) if not os.path.isdir(path))
     if not found:
         raise InputError(f"input.path: {item} matches no file")
-    return found
+    return [_local(path) for path in found]
 
 
-def _describe(index: int, path: str, format: str) -> InputFile:
+def _local(path: str) -> InputFile:
     try:
         info = os.stat(path)
-        if stat.S_ISDIR(info.st_mode):
-            raise UsageError(f"input.path: {path} is a folder; name files or a glob such as {path}/*.jsonl")
-        if not stat.S_ISREG(info.st_mode):
-            raise UsageError(
-                f"input.path: {path} is not a regular file and could not be read again on resume"
-            )
-        with open(path, "rb") as file:
-            head = file.read(_SNIFF_BYTES)
     except OSError as e:
         raise InputError(f"input.path: {path} cannot be read: {e.strerror}") from e
-    found, compression = _sniff(path, head, format)
+    if not stat.S_ISREG(info.st_mode):
+        raise UsageError(f"input.path: {path} is not a regular file and could not be read again on resume")
     name = os.fsencode(os.path.basename(path)).decode(errors="replace")
-    return InputFile(index, path, name, found, compression, info.st_size, info.st_mtime_ns)
+    return InputFile(0, path, name, "", "none", info.st_size, info.st_mtime_ns)
 
 
-def _sniff(path: str, head: bytes, format: str) -> tuple[str, str]:
-    """Format and compression, by magic bytes first, then by extension, then by the first character."""
-    for magic, kind in _REFUSED_MAGIC.items():
-        if head.startswith(magic):
-            raise UsageError(f"input.path: {path} is {kind}; {SUPPORTED}")
-    if head.startswith(b"PAR1"):
-        if format == "jsonl":
-            raise UsageError(f"input.format: {path} is Parquet, not jsonl; set it to auto")
-        return "parquet", "none"
-    suffix, compression = _text_compression(path, head)
-    if format != "auto":
-        return format, compression if format == "jsonl" else "none"
-    if suffix in _PARQUET_SUFFIXES:
-        return "parquet", "none"
-    opens_object = head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
-    if suffix in _JSONL_SUFFIXES or (suffix not in {".json", ".csv", ".tsv"} and opens_object):
-        return "jsonl", compression
-    raise UsageError(
-        f"input.path: {path} is neither known JSONL nor Parquet; {SUPPORTED}; "
-        "if it holds one JSON object per line, set input.format: jsonl"
-    )
+def _sniffed(files: Sequence[InputFile], format: str) -> Iterable[InputFile]:
+    from batchgen.data.sniff import sniff
+
+    if all(file.url is None for file in files):
+        return [sniff(file, format) for file in files]
+    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
+        return list(pool.map(lambda file: sniff(file, format), files))
 
 
-def _text_compression(path: str, head: bytes) -> tuple[str, str]:
-    """The extension below that of the compression, and the compression."""
-    pure = PurePath(path)
-    by_suffix = _COMPRESSED_SUFFIXES.get(pure.suffix.lower())
-    suffix = (pure.with_suffix("") if by_suffix else pure).suffix.lower()
-    for magic, compression in _COMPRESSIONS.items():
-        if head.startswith(magic):
-            return suffix, compression
-    if _ZSTD_SKIPPABLE.match(head):
-        return suffix, "zstd"
-    # A .gz file of plain text is common (clients that decompress on the way); an empty one is a cut one.
-    if by_suffix and not head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
-        return suffix, by_suffix
-    return suffix, "none"
+def _refuse_twice(files: Iterable[InputFile]) -> None:
+    seen: set[str] = set()
+    for file in files:
+        real = os.path.realpath(file.path) if file.url is None else file.path
+        if real in seen:
+            raise UsageError(f"input.path: {file.path} is listed twice; list each file once")
+        seen.add(real)
+
+
+def _refuse_mixture(files: Sequence[InputFile]) -> None:
+    first = files[0]
+    for file in files:
+        if file.format != first.format and not {file.format, first.format} <= set(TEXT_FORMATS):
+            raise UsageError(
+                f"input.path: {first.path} is {first.format} and {file.path} is {file.format}; "
+                f"only {', '.join(TEXT_FORMATS)} can be mixed, convert one of them"
+            )

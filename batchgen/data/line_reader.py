@@ -1,4 +1,4 @@
-"""Physical lines of a byte stream, in bounded memory. `JsonlReader` calls it."""
+"""Physical lines of a byte stream, in bounded memory. The JSONL and CSV readers build on it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,27 @@ from dataclasses import dataclass
 from batchgen.data.byte_stream import ByteStream
 from batchgen.data.row import DIGEST_BYTES
 
-MAX_LINE_BYTES = 256 * 1024 * 1024
+MAX_RECORD_BYTES = 256 * 1024 * 1024
 BLANK = b" \t\r"
 """JSON's own white space; a line of nothing else is no record. (Python's strip() knows more of it.)"""
 
 
 @dataclass(slots=True)
 class Line:
-    """One physical line without its newline. `data` is None when it is longer than the limit."""
+    """One physical line without its newline. `data` is None when it is longer than the limit.
+
+    Args:
+        length: its bytes.
+        digest: of its bytes.
+        blank: it holds nothing but white space.
+        end: bytes of text up to the beginning of the next line.
+    """
 
     data: bytes | None
     length: int
     digest: bytes
     blank: bool
+    end: int
 
 
 class LineReader:
@@ -61,7 +69,7 @@ class LineReader:
         return self._line(data, newline=1)
 
     def _next_across_chunks(self) -> Line | None:
-        pieces = _Pieces(self._max)
+        pieces = Pieces(self._max)
         end = -1
         while end < 0:
             pieces.add(self._chunk[self._start :])
@@ -73,24 +81,23 @@ class LineReader:
         self._start = end + 1
         return self._finish(pieces, newline=1)
 
-    def _last(self, pieces: _Pieces) -> Line | None:
+    def _last(self, pieces: Pieces) -> Line | None:
         return self._finish(pieces, newline=0) if pieces.length else None
 
-    def _finish(self, pieces: _Pieces, newline: int) -> Line:
+    def _finish(self, pieces: Pieces, newline: int) -> Line:
         if pieces.too_long is None:
             return self._line(b"".join(pieces.kept), newline)
         self.offset += pieces.length + newline
-        return Line(None, pieces.length, pieces.too_long.digest(), pieces.blank)
+        return Line(None, pieces.length, pieces.too_long.digest(), pieces.blank, self.offset)
 
     def _line(self, data: bytes, newline: int) -> Line:
         self.offset += len(data) + newline
-        if len(data) > self._max:
-            return Line(None, len(data), _hash(data).digest(), not data.strip(BLANK))
-        return Line(data, len(data), _hash(data).digest(), not data.strip(BLANK))
+        kept = data if len(data) <= self._max else None
+        return Line(kept, len(data), _hash(data).digest(), not data.strip(BLANK), self.offset)
 
 
-class _Pieces:
-    """A line that spans chunks. Beyond the limit only its hash, length and blankness are kept."""
+class Pieces:
+    """A record that spans chunks. Beyond the limit only its hash, length and blankness are kept."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

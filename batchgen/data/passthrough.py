@@ -21,8 +21,8 @@ from typing import Any, Protocol, cast
 import pyarrow as pa
 
 from batchgen.data.exact_json import ExactFloat, encode
-from batchgen.data.parquet_reader import ArrowRow
 from batchgen.data.row import Row
+from batchgen.data.table_reader import ArrowRow
 from batchgen.types import DriftError
 
 _EXACT_INT = 2**53

@@ -6,22 +6,23 @@ The job's `validate`, `plan` and supervisor call `open_input` and go through `In
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from batchgen.data.identity import RowIdentity
 from batchgen.data.input_file import InputFile, find_files
-from batchgen.data.jsonl_reader import JsonlReader
-from batchgen.data.line_reader import MAX_LINE_BYTES
+from batchgen.data.line_reader import MAX_RECORD_BYTES
+from batchgen.data.openai_batch import ID_COLUMN
 from batchgen.data.row import Position, Row
+from batchgen.data.text_formats import check_endpoint, check_headers, open_text
 from batchgen.types import UsageError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 WINDOW_ROWS = 1000
-"""Rows at the beginning that decide what the columns of a JSONL input are."""
+"""Rows at the beginning that decide what the columns of a JSON input are."""
 
 # One cursor for the reading that feeds the engine, one for the assembly of parts, and spare ones for
 # a look back; each holds one chunk or batch.
@@ -43,7 +44,8 @@ class ReadOptions:
     id_column: str | None = None
     unicode: str = "error"
     on_truncated: str = "stop"
-    max_line_bytes: int = MAX_LINE_BYTES
+    strict_json: bool = False
+    max_record_bytes: int = MAX_RECORD_BYTES
 
     def __post_init__(self) -> None:
         if self.unicode not in {"error", "replace"}:
@@ -59,25 +61,30 @@ def open_input(
     id_column: str | None = None,
     unicode: str = "error",
     on_truncated: str = "stop",
-    max_line_bytes: int = MAX_LINE_BYTES,
+    strict_json: bool = False,
+    max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> InputSet:
-    """Opens the input of a job: checks every file's kind, and for Parquet its footer and schema.
+    """Opens the input of a job: checks every file's kind, Parquet footers and schemas, and CSV headers.
 
     Args:
-        paths: one path or glob, or a list of them; relative ones against the working folder.
-        format: auto, jsonl or parquet.
-        id_column: the column that holds the id; None is `auto`: the column `id` where a row has it, else
-            `<base name>:<ordinal>`.
+        paths: one path, pattern or URL, or a list of them; relative ones against the working folder.
+        format: auto, parquet, jsonl, json, csv or openai_batch.
+        id_column: the column that holds the id; None is `auto`: `custom_id` of an OpenAI batch file, else the
+            column `id` where a row has it, else `<base name>:<ordinal>`.
         unicode: error or replace, for bytes that are not UTF-8 and lone surrogates.
-        on_truncated: stop or keep, for cut gzip and zstd files.
-        max_line_bytes: a longer JSONL line is an error row.
+        on_truncated: stop or keep, for cut compressed files and JSON arrays.
+        strict_json: duplicate keys, NaN and control characters are error rows instead of notes.
+        max_record_bytes: a longer text record is an error row.
 
     Raises:
         UsageError: something that is not supported, or an id column that the input does not have.
         InputError: a file is missing, unreadable, cut or corrupt.
     """
-    options = ReadOptions(id_column, unicode, on_truncated, max_line_bytes)
-    return InputSet(find_files(paths, format), options)
+    options = ReadOptions(id_column, unicode, on_truncated, strict_json, max_record_bytes)
+    files = find_files(paths, format)
+    if id_column is None and files[0].format == "openai_batch":
+        options = replace(options, id_column=ID_COLUMN)
+    return InputSet(files, options)
 
 
 class InputSet:
@@ -97,20 +104,24 @@ class InputSet:
         self._parked: list[_Reader] = []
         self._schema: pa.Schema | None = None
         self._columns: tuple[str, ...] | None = None
-        if self.format == "parquet":
-            from batchgen.data.parquet_schema import common_schema
+        if self.format in {"parquet", "arrow"}:
+            from batchgen.data.table_schema import common_schema
 
             self._schema = common_schema(files)
             self._columns = tuple(self._schema.names)
+        else:
+            self._columns = check_headers(files)
+        if self.format == "openai_batch":
+            check_endpoint(self)
         self._check_id_column()
 
     @property
     def format(self) -> str:
-        """jsonl or parquet."""
+        """That of the first file: parquet, arrow, jsonl, json, csv or openai_batch."""
         return self.files[0].format
 
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns: of the Parquet schema, or those of the first 1,000 JSONL rows."""
+        """Names of the columns: of the schema, of the CSV header, or those of the first 1,000 JSON rows."""
         if self._columns is None:
             names: dict[str, None] = {}
             for row in self.window():
@@ -119,8 +130,16 @@ class InputSet:
         return self._columns
 
     def arrow_schema(self) -> pa.Schema | None:
-        """The schema that all Parquet files share; None for JSONL."""
+        """The schema that all Parquet or Arrow files share; None for text."""
         return self._schema
+
+    def num_rows(self) -> int | None:
+        """Rows of the input where its files say so without being read; None for text."""
+        if self._schema is None:
+            return None
+        from batchgen.data.table_schema import count_rows
+
+        return count_rows(self.files)
 
     def window(self) -> Iterator[Row]:
         """The first 1,000 rows, error rows included."""
@@ -195,16 +214,17 @@ class InputSet:
 
     def _open(self, file: InputFile) -> _Reader:
         replace_invalid = self.options.unicode == "replace"
-        if file.format == "parquet":
-            from batchgen.data.parquet_reader import ParquetReader
+        if self._schema is not None:
+            from batchgen.data.table_reader import TableReader
 
-            return ParquetReader(file, list(self.columns()), self._identity, replace_invalid=replace_invalid)
-        return JsonlReader(
+            return TableReader(file, list(self.columns()), self._identity, replace_invalid=replace_invalid)
+        return open_text(
             file,
             self._identity,
             replace_invalid=replace_invalid,
+            strict_json=self.options.strict_json,
             keep_truncated=self.options.on_truncated == "keep",
-            max_line_bytes=self.options.max_line_bytes,
+            max_record_bytes=self.options.max_record_bytes,
             note=self._note,
         )
 

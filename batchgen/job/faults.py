@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchgen.data.urls import shown_text
 from batchgen.types import UsageError
 
 KeyPath = tuple[str | int, ...]
@@ -75,13 +76,16 @@ def remedy(sentence: str) -> str | None:
 
 
 def show_value(value: Any) -> str:
-    """A value as a job file would spell it, on one line, without control characters, shortened."""
+    """A value as a job file would spell it, on one line, shortened.
+
+    Without control characters, and without the credentials of a URL.
+    """
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     try:
-        text = repr(value)
+        text = shown_text(repr(value))
     except (ValueError, RecursionError):
         return "a value too large to show"
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"

@@ -72,6 +72,7 @@ def fingerprint(spec: JobSpec, files: ModelFiles, input_files: Mapping[str, Any]
             "id": job["input"]["id"],
             "columns": job["input"]["columns"],
             "unicode": job["input"]["unicode"],
+            "strict_json": job["input"]["strict_json"] or None,
         },
         result={
             "format": FORMAT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os.path
 from pathlib import Path
 
+from batchgen.data.urls import is_url
 from batchgen.job.document import Document
 from batchgen.job.faults import KeyPath, dotted, show_value
 from batchgen.job.spec import InputSpec, ModelSpec, OutputSpec, PromptSection, Section
@@ -17,7 +18,7 @@ def resolve_paths(document: Document, sections: dict[str, Section | None]) -> No
         tokenizer = _maybe_local(model.tokenizer, document.folder(("model", "tokenizer")))
         sections["model"] = _replace(model, path=_model(document, model.path), tokenizer=tokenizer)
     if isinstance(given, InputSpec):
-        paths = tuple(_local(document, ("input", "path", i), p) for i, p in enumerate(given.path))
+        paths = tuple(_input(document, ("input", "path", i), p) for i, p in enumerate(given.path))
         sections["input"] = _replace(given, path=paths)
     if isinstance(output, OutputSpec):
         sections["output"] = _replace(output, path=_local(document, ("output", "path"), output.path))
@@ -34,12 +35,15 @@ def _absolute(text: str, base: Path) -> str:
     return os.path.abspath(base / os.path.expanduser(text))
 
 
+def _input(document: Document, path: KeyPath, text: str) -> str:
+    return text if is_url(text) else _absolute(text, document.folder(path))
+
+
 def _local(document: Document, path: KeyPath, text: str) -> str:
-    if "://" in text:
-        kind = "input" if path[0] == "input" else "output"
+    if is_url(text):
         document.fault(
             path,
-            f"{dotted(path[:2])}: {show_value(text)}: remote {kind} is not available in this version; "
+            f"{dotted(path[:2])}: {show_value(text)}: remote output is not available in this version; "
             "use a local path",
         )
     return _absolute(text, document.folder(path))

@@ -173,7 +173,7 @@ def open_job(
         stats=RunStats(folder, claim.epoch),
         counts=Counts(),
         limit=setup.limit,
-        input_rows=_input_rows(setup.inputs),
+        input_rows=setup.inputs.num_rows(),
     )
     _check_selection(job)
     if setup.retry is not None:
@@ -265,12 +265,3 @@ def _find_replaced(job: OpenJob) -> None:
                 job.replaced[commit.part] = job.replacing(commit, anew, retry.epoch, number)
     for part in job.replaced:
         del job.parts.committed[part]
-
-
-def _input_rows(inputs: InputSet) -> int | None:
-    """Rows of the input where its files say so."""
-    if inputs.format != "parquet":
-        return None
-    import pyarrow.parquet as pq
-
-    return sum(int(pq.read_metadata(file.path).num_rows) for file in inputs.files)

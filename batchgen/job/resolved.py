@@ -1,7 +1,7 @@
 """The copy of a job that is written beside its results. Called by the supervisor; `verify` loads it.
 
-Every key with the value that was used. What came from the environment is shown as the job file has it,
-so that no secret reaches the output folder.
+Every key with the value that was used. What came from the environment is shown as the job file has it, and
+URLs without what signs them, so that no secret reaches the output folder.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from batchgen.data.urls import shown_url
 from batchgen.job.faults import KeyPath
 from batchgen.job.spec import SECTIONS, JobSpec
 from batchgen.job.yaml_loader import CORE_SCALARS, TAG
@@ -47,6 +48,7 @@ def resolved_dict(spec: JobSpec, conceal: Callable[[str, str], str] = as_written
         result[name] = getattr(spec, name).model_dump(mode="json")
     for path, literal in spec.redacted.items():
         _conceal(result, path, literal, conceal)
+    result["input"]["path"] = [shown_url(path) for path in result["input"]["path"]]
     return result
 
 

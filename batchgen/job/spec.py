@@ -150,11 +150,11 @@ class InputSpec(Section):
         tuple[Text, ...],
         Field(min_length=1),
         BeforeValidator(_paths),
-        Rule("a file, a glob pattern, or a list of them"),
+        Rule("a file, a glob pattern, a URL, or a list of them"),
     ]
     format: Annotated[
-        Literal["auto", "jsonl", "parquet"],
-        Rule("auto, jsonl or parquet", later=("json", "csv", "openai_batch")),
+        Literal["auto", "parquet", "jsonl", "json", "csv", "openai_batch"],
+        Rule("auto, parquet, jsonl, json, csv or openai_batch"),
     ] = "auto"
     id: Annotated[Text, Rule("auto or the name of a column")] = "auto"
     columns: Annotated[
@@ -164,6 +164,7 @@ class InputSpec(Section):
     on_bad_row: Annotated[Literal["record", "stop"], Rule("record or stop")] = "record"
     on_truncated: Annotated[Literal["stop", "keep"], Rule("stop or keep")] = "stop"
     unicode: Annotated[Literal["error", "replace"], Rule("error or replace")] = "error"
+    strict_json: Annotated[bool, Rule("true or false")] = False
 
 
 class PromptSection(Section):

@@ -21,7 +21,6 @@ MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("input", "where"): (None,),
     ("input", "dedupe"): ("none",),
     ("input", "shuffle"): (None,),
-    ("input", "strict_json"): (False,),
     ("input", "grow"): ("refuse",),
     ("prompt", "tools"): (None,),
     ("prompt", "images"): (None,),

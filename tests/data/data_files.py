@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,17 +17,20 @@ from batchgen.data.row import Row
 from batchgen.data.sink import WrittenPart, write_part
 from batchgen.data.source import InputSet, open_input
 
-TEXT_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+TEXT_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.bz2", ".jsonl.zst")
 
 
 def compress(data: bytes, suffix: str) -> bytes:
     """`data` as the file of this suffix holds it, cut into several gzip members or zstd frames."""
-    if suffix == ".jsonl":
+    kind = suffix.rpartition(".")[2]
+    if kind not in {"gz", "bz2", "zst"}:
         return data
     middle = len(data) // 2
     pieces = [data[:middle], data[middle:]]
-    if suffix == ".jsonl.gz":
+    if kind == "gz":
         return b"".join(gzip.compress(piece, mtime=0) for piece in pieces)
+    if kind == "bz2":
+        return b"".join(map(bz2.compress, pieces))
     return b"".join(zstandard.ZstdCompressor(write_checksum=True).compress(piece) for piece in pieces)
 
 

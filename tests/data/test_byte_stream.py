@@ -10,11 +10,17 @@ import pytest
 import zstandard
 from data_files import TEXT_SUFFIXES, compress, write
 
-from batchgen.data.byte_stream import CHUNK_BYTES, TruncatedStream, open_stream
+from batchgen.data.byte_stream import CHUNK_BYTES, ByteStream, TruncatedStream
+from batchgen.data.byte_stream import open_stream as open_file_stream
+from batchgen.data.input_file import InputFile
 from batchgen.types import InputError
 
-KINDS = {".jsonl": "none", ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
+KINDS = {".jsonl": "none", ".jsonl.gz": "gzip", ".jsonl.bz2": "bzip2", ".jsonl.zst": "zstd"}
 TEXT = b"".join(b"%d %s\n" % (i, os.urandom(20).hex().encode()) for i in range(20_000))
+
+
+def open_stream(path: str, compression: str, size: int) -> ByteStream:
+    return open_file_stream(InputFile(0, path, "x", "jsonl", compression, size, 0))
 
 
 def read_all(path: str, compression: str) -> bytes:

@@ -123,7 +123,7 @@ def test_c10_torn_input(tmp_path: Path, suffix: str) -> None:
     assert classes(rows) == [None] * len(rows)
     assert list(map(repr, rows)) == list(map(repr, kept.rows()))
     assert len(kept.notes) == 1
-    assert "the lines before it were kept" in kept.notes[0]
+    assert "the rows before it were kept" in kept.notes[0]
 
 
 def test_truncated_file_is_followed_by_the_next(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_synthetic_ids_are_unique_across_files_of_one_name(tmp_path: Path) -> No
 
 
 def test_too_long_line_is_one_error_row(tmp_path: Path) -> None:
-    inputs = jsonl(tmp_path, '{"p": 1}', json.dumps({"p": "x" * 600_000}), '{"p": 3}', max_line_bytes=1000)
+    inputs = jsonl(tmp_path, '{"p": 1}', json.dumps({"p": "x" * 600_000}), '{"p": 3}', max_record_bytes=1000)
     rows = list(inputs.rows())
     assert classes(rows) == [None, "invalid_json", None]
     assert rows[1].error is not None

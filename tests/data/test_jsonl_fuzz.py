@@ -46,7 +46,7 @@ def test_every_line_is_accounted_for(tmp_path: Path, seed: int) -> None:
         suffix = rng.choice(TEXT_SUFFIXES)
         unicode = rng.choice(["error", "replace"])
         path = write(tmp_path, f"x{suffix}", compress(data, suffix))
-        inputs = open_input(path, unicode=unicode, max_line_bytes=rng.choice([100, 100_000]))
+        inputs = open_input(path, unicode=unicode, max_record_bytes=rng.choice([100, 100_000]))
         rows = list(inputs.rows())
         assert [row.line for row in rows] == physical_lines(data), data
         assert [row.ordinal for row in rows] == list(range(len(rows)))

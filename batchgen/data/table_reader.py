@@ -1,4 +1,4 @@
-"""Rows of one Parquet file, batch by batch. `InputSet` drives it.
+"""Rows of one Parquet or Arrow file, batch by batch. `InputSet` drives it.
 
 Batches lie on a fixed grid from the beginning of each row group, whatever position reading starts at: so the
 Arrow arrays behind a row are the same in every run, and with them the bytes of the output.
@@ -6,15 +6,12 @@ Arrow arrays behind a row are the same in every run, and with them the bytes of 
 
 from __future__ import annotations
 
-import struct
 from bisect import bisect_right
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchgen.data.arrow_values import (
     drop_null_fields,
@@ -25,50 +22,10 @@ from batchgen.data.arrow_values import (
 )
 from batchgen.data.identity import RowIdentity
 from batchgen.data.input_file import InputFile
-from batchgen.data.row import Position, Row, digest
-from batchgen.types import ErrorClass, InputError, RowError, RowFailure
-
-MAX_BATCH_ROWS = 1024
-_BATCH_BYTES = 16 * 1024 * 1024
-_READ_BUFFER_BYTES = 1024 * 1024
-_MAGIC = b"PAR1"
-_TAIL = struct.Struct("<I4s")
-
-
-def read_footer(file: InputFile) -> bytes:
-    """The raw footer, checked to be there.
-
-    Raises:
-        InputError: the file is cut, empty, still being written, or unreadable.
-    """
-    try:
-        with open(file.path, "rb") as f:
-            f.seek(max(0, file.size - _TAIL.size))
-            tail = f.read(_TAIL.size)
-            length, magic = _TAIL.unpack(tail) if len(tail) == _TAIL.size else (0, b"")
-            if magic != _MAGIC or length + _TAIL.size > file.size:
-                raise InputError(
-                    f"{file.path}: no Parquet footer at its end (byte {file.size}), so the file is cut or "
-                    "still being written; restore it from its source"
-                )
-            f.seek(file.size - _TAIL.size - length)
-            return f.read(length)
-    except OSError as e:
-        raise InputError(f"{file.path}: cannot be read: {e.strerror}") from e
-
-
-def footer_hash(file: InputFile) -> str:
-    """Hash of the footer, which holds the schema and where and how large every column chunk is."""
-    return digest(read_footer(file)).hex()
-
-
-def open_parquet(file: InputFile) -> pq.ParquetFile:
-    """Opens the file after checking its footer. Raises InputError naming it."""
-    read_footer(file)
-    try:
-        return pq.ParquetFile(file.path, buffer_size=_READ_BUFFER_BYTES)
-    except (pa.ArrowException, OSError) as e:
-        raise InputError(f"{file.path}: not readable as Parquet: {_first_line(e)}") from e
+from batchgen.data.read_ahead import ReadAhead
+from batchgen.data.row import Position, Row
+from batchgen.data.table_file import Batches, open_table
+from batchgen.types import ErrorClass, RowError, RowFailure
 
 
 @dataclass(slots=True)
@@ -111,7 +68,7 @@ class ArrowRow(Mapping[str, Any]):
         return replace_undecodable(value) if self.batch.has_undecodable else value
 
 
-class ParquetReader:
+class TableReader:
     """Reads forward from any position at or after where it is.
 
     Args:
@@ -132,11 +89,8 @@ class ParquetReader:
         self._names = names
         self._identity = identity
         self._replace_invalid = replace_invalid
-        self._parquet = open_parquet(file)
-        metadata = self._parquet.metadata
-        sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-        self._group_starts = list(accumulate(sizes, initial=0))[:-1]
-        self._batches = self._read_batches(0)
+        self._table = open_table(file)
+        self._batches = self._read_from(0)
         self._start = 0
         self._end = 0
         self._batch: ArrowBatch | None = None
@@ -146,7 +100,7 @@ class ParquetReader:
         group = self._group_of(position.offset)
         if position.offset >= self._end and group > self._group_of(self._start):
             self._batches.close()
-            self._batches = self._read_batches(group)
+            self._batches = self._read_from(group)
         self.position = position
 
     def read(self) -> Row | None:
@@ -165,31 +119,16 @@ class ParquetReader:
 
     def close(self) -> None:
         self._batches.close()
-        self._parquet.close()
+        self._table.close()
 
     def _group_of(self, offset: int) -> int:
-        return max(0, bisect_right(self._group_starts, offset) - 1)
+        return max(0, bisect_right(self._table.group_starts, offset) - 1)
 
-    def _read_batches(self, first_group: int) -> Generator[tuple[int, pa.RecordBatch]]:
-        for group in range(first_group, len(self._group_starts)):
-            start = self._group_starts[group]
-            try:
-                for batch in self._parquet.iter_batches(
-                    batch_size=self._batch_rows(group), row_groups=[group], use_threads=False
-                ):
-                    yield start, batch.select(self._names)
-                    start += batch.num_rows
-            except (pa.ArrowException, OSError) as e:
-                raise InputError(
-                    f"{self._file.path}: corrupt data in row group {group} at or after row {start}: "
-                    f"{_first_line(e)}; restore the file from its source"
-                ) from e
-
-    def _batch_rows(self, group: int) -> int:
-        """A function of the file alone, so that the grid of batches is the same in every run."""
-        metadata = self._parquet.metadata.row_group(group)
-        row_bytes: int = metadata.total_byte_size // max(1, metadata.num_rows) + 1
-        return min(MAX_BATCH_ROWS, max(1, _BATCH_BYTES // row_bytes))
+    def _read_from(self, group: int) -> Batches | ReadAhead[tuple[int, pa.RecordBatch]]:
+        batches = self._table.batches(group, self._names)
+        if self._file.url is None:
+            return batches
+        return ReadAhead(batches, lambda item: int(item[1].nbytes))
 
     def _row(self, batch: ArrowBatch, index: int) -> Row:
         ordinal = self.position.ordinal
@@ -235,7 +174,3 @@ def _is_valid(batch: pa.RecordBatch) -> bool:
     except pa.ArrowInvalid:
         return False
     return True
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""The one schema of a list of Parquet files. `InputSet` asks for it when it opens them."""
+"""The one schema of a list of Parquet or Arrow files. `InputSet` asks for it when it opens them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from batchgen.data.arrow_values import unsupported_type
 from batchgen.data.input_file import InputFile
-from batchgen.data.parquet_reader import open_parquet
+from batchgen.data.table_file import open_table
 from batchgen.types import UsageError
 
 
@@ -26,17 +26,27 @@ def common_schema(files: Sequence[InputFile]) -> pa.Schema:
         if difference is not None:
             raise UsageError(
                 f"input.path: {file.path} differs from {files[0].path}: {difference}; "
-                "all Parquet files of a job need the same columns and types"
+                f"all {files[0].format.title()} files of a job need the same columns and types"
             )
     return first
 
 
+def count_rows(files: Sequence[InputFile]) -> int:
+    """Rows of all files, as their footers say."""
+    rows = 0
+    for file in files:
+        table = open_table(file)
+        rows += table.num_rows
+        table.close()
+    return rows
+
+
 def _schema(file: InputFile) -> pa.Schema:
-    parquet = open_parquet(file)
+    table = open_table(file)
     try:
-        return parquet.schema_arrow
+        return table.schema
     finally:
-        parquet.close()
+        table.close()
 
 
 def _check(file: InputFile, schema: pa.Schema) -> None:
