@@ -21,7 +21,7 @@ from batchgen.types import BatchgenError
 if TYPE_CHECKING:
     from batchgen.job.run_options import Launcher
 
-VERBS = ("run", "validate", "show", "status", "report", "retry", "verify", "version")
+VERBS = ("run", "validate", "show", "status", "report", "retry", "verify", "schema", "version")
 SECOND_INTERRUPT = 130
 
 

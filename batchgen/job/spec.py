@@ -117,12 +117,19 @@ def _renames(value: dict[str, str]) -> dict[str, str]:
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_tuple)]
-Seconds = Annotated[float, BeforeValidator(parse_duration), AfterValidator(_not_negative)]
-PositiveSeconds = Annotated[float, BeforeValidator(parse_duration), AfterValidator(_positive)]
-Bytes = Annotated[int, BeforeValidator(parse_size), AfterValidator(_not_negative)]
-PositiveBytes = Annotated[int, BeforeValidator(parse_size), AfterValidator(_positive)]
+# What a job file may hold where something else is kept; the schema for editors is made from these.
+Duration = BeforeValidator(
+    parse_duration, json_schema_input_type=float | Annotated[str, Field(pattern=r"\d")]
+)
+Size = BeforeValidator(parse_size, json_schema_input_type=int | Annotated[str, Field(pattern=r"^\s*\d")])
+Share = BeforeValidator(parse_share, json_schema_input_type=float | Annotated[str, Field(pattern=r"\d ?%$")])
+Seconds = Annotated[float, Duration, AfterValidator(_not_negative)]
+PositiveSeconds = Annotated[float, Duration, AfterValidator(_positive)]
+Bytes = Annotated[int, Size, AfterValidator(_not_negative)]
+PositiveBytes = Annotated[int, Size, AfterValidator(_positive)]
 Count = Annotated[int, Field(ge=1, lt=2**62)]
 Auto = Literal["auto"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
 COUNT = "a whole number of 1 or more"
 DURATION = "a duration such as 20s, 5m or 1h30m, or seconds"
 
@@ -136,7 +143,7 @@ class ModelSpec(Section):
     allow_pickle: Annotated[bool, Rule("true or false")] = False
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        BeforeValidator(_dtype),
+        BeforeValidator(_dtype, json_schema_input_type=DtypeName),
         Rule("auto, float32, bfloat16 or float16"),
     ] = "auto"
     max_model_len: Annotated[Count | None, Rule(f"null or {COUNT}")] = None
@@ -149,7 +156,7 @@ class InputSpec(Section):
     path: Annotated[
         tuple[Text, ...],
         Field(min_length=1),
-        BeforeValidator(_paths),
+        BeforeValidator(_paths, json_schema_input_type=Text | Annotated[list[Text], Field(min_length=1)]),
         Rule("a file, a glob pattern, a URL, or a list of them"),
     ]
     format: Annotated[
@@ -257,7 +264,7 @@ class RunSpec(Section):
     checkpoint_seconds: Annotated[PositiveSeconds, Rule(DURATION)] = 5.0
     lease_seconds: Annotated[PositiveSeconds, Rule(DURATION)] = 60.0
     max_errors: Annotated[
-        Annotated[int | float, BeforeValidator(parse_share)] | None,
+        Annotated[int | float, Share] | None,
         Rule("null, a count of rows such as 10, or a share such as 0.05 or 5%"),
     ] = None
     fail_fast: Annotated[bool, Rule("true or false")] = False

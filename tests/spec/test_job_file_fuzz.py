@@ -11,14 +11,18 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from batchgen.job.load import load_job
 from batchgen.job.resolved import resolved_yaml
+from batchgen.job.schema import job_schema
 from batchgen.job.spec import SECTIONS
 from batchgen.job.unavailable import MEANS_OFF
+from batchgen.job.yaml_loader import parse_document
 from batchgen.types import UsageError
 
 TIMES = int(os.environ.get("BATCHGEN_FUZZ", "1"))
+SCHEMA = Draft202012Validator(job_schema())
 FULL = (Path(__file__).parent / "full_job.yaml").read_text()
 SPLICES = [
     *"[]{}:,-?&*!|>%@`'\"#~\t\n\x00\x85\u2028\ufeff\\",
@@ -51,6 +55,7 @@ def _load(content: bytes, *sets: str) -> None:
     except UsageError:
         return
     text = resolved_yaml(spec)
+    SCHEMA.validate(yaml.safe_load(text))
     if "${env:" not in text:
         Path("again.yaml").write_text(text, encoding="utf-8")
         assert yaml.safe_load(resolved_yaml(load_job("again.yaml"))) == yaml.safe_load(text)
@@ -81,7 +86,18 @@ def test_any_value_of_any_key(given_values: dict[tuple[str, str], object], requi
         job = {"model": {"path": "m/m"}, "input": {"path": "i"}, "output": {"path": "o"}}
     for (section, key), value in given_values.items():
         job.setdefault(section, {})[key] = value
-    _load(yaml.safe_dump(job).encode(errors="surrogatepass"))
+    text = yaml.safe_dump(job)
+    _load(text.encode(errors="surrogatepass"))
+    if yaml.safe_load(text) == parse_document(text, "job.yaml").data and _loads():
+        SCHEMA.validate(yaml.safe_load(text))
+
+
+def _loads() -> bool:
+    try:
+        load_job("job.yaml")
+    except UsageError:
+        return False
+    return True
 
 
 @given(st.sampled_from(KEYS), st.text(max_size=20) | st.sampled_from(SPLICES))
