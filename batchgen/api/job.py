@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -149,6 +149,7 @@ def drive(
     """
     from batchgen.cli import checks
     from batchgen.cli.progress import make_progress
+    from batchgen.job.metrics import serve_metrics
     from batchgen.job.run_options import options_from_spec
 
     report = checks.Report()
@@ -160,7 +161,9 @@ def drive(
         with closing(display or make_progress(spec.run.progress)) as shown:
             for note in (*spec.notes, *report.notes):
                 shown.note(f"note: {note}")
-            result = _run(setup, shown, options, on_progress, launch)
+            with serve_metrics(spec.run.metrics, spec.name or setup.output.name, shown.note) as count:
+                observers = [observe for observe in (count, on_progress) if observe is not None]
+                result = _run(setup, shown, options, observers, launch)
     return JobResult(setup.output, result)
 
 
@@ -168,7 +171,7 @@ def _run(
     setup: JobSetup,
     display: Display,
     options: RunOptions,
-    on_progress: Callable[[Progress], None] | None,
+    observers: Sequence[Callable[[Progress], None]],
     launch: Launcher | None,
 ) -> RunResult:
     from batchgen.cli.progress import Tally
@@ -179,8 +182,8 @@ def _run(
 
     def report(snapshot: Progress) -> None:
         tally.update(snapshot)
-        if on_progress is not None:
-            on_progress(snapshot)
+        for observe in observers:
+            observe(snapshot)
 
     result = run_job(setup, options, launch=launch or launch_worker, report=report, say=display.note)
     display.note(result.reason)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from batchgen.job.faults import KeyPath, Origin
-from batchgen.job.units import parse_duration, parse_share, parse_size
+from batchgen.job.units import parse_address, parse_duration, parse_share, parse_size
 
 PART_ROWS = 1000
 FEWEST_PART_ROWS = 16
@@ -274,6 +274,10 @@ class RunSpec(Section):
     progress: Annotated[
         Literal["auto", "bar", "plain", "json", "none"], Rule("auto, bar, plain, json or none")
     ] = "auto"
+    metrics: Annotated[
+        Annotated[str, BeforeValidator(parse_address)] | None,
+        Rule("null, a port of this machine such as 9400, or host:port such as 0.0.0.0:9400"),
+    ] = None
     cost: Annotated[
         Annotated[dict[Literal["gpu_hour"], Annotated[float, Field(ge=0)]], Field(min_length=1)] | None,
         Rule("null or a price of 0 or more, such as {gpu_hour: 2.50}"),

@@ -45,7 +45,6 @@ MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("run", "row_timeout"): (None,),
     ("run", "poison"): ("off",),
     ("run", "gates"): ({}, None),
-    ("run", "metrics"): (None,),
     ("engine", "kv_cache_dtype"): ("auto",),
     ("engine", "speculative"): (None,),
     ("engine", "tensor_parallel"): (1,),

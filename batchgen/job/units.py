@@ -1,4 +1,4 @@
-"""Durations and sizes as people write them: `20s`, `1h30m`, `4GB`. Used by the job file's models."""
+"""Durations, sizes and addresses as people write them: `20s`, `1h30m`, `4GB`. Used by job files' models."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _NUMBER = r"\d+(?:\.\d+)?"
 _DURATION = re.compile(rf"(?:{_NUMBER}(?:ms|min|s|m|h|d))+")
 _DURATION_PART = re.compile(rf"({_NUMBER})(ms|min|s|m|h|d)")
 _CLOCK = re.compile(r"(\d+):([0-5]\d):([0-5]\d)")
+_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>\d{1,5})")
 _SIZE = re.compile(rf"({_NUMBER}) ?([KMGT]?i?B|)", re.IGNORECASE)
 
 
@@ -75,3 +76,32 @@ def _finite(number: float) -> float:
     if not math.isfinite(number):
         raise ValueError("out of range")
     return number
+
+
+def parse_address(value: Any) -> Any:
+    """`host:port` of the same, `[::1]:9400`, or a port alone, which means this machine only.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if value is None:
+        return None
+    text = str(value).strip()
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError("not an address")
+    if text.removeprefix(":").isdecimal():
+        text = f"127.0.0.1:{text.removeprefix(':')}"
+    host, port = split_address(text)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Host and port of `host:port`; an IPv6 host stands in brackets.
+
+    Raises:
+        ValueError: it is not an address.
+    """
+    found = _ADDRESS.fullmatch(text)
+    if found is None or int(found["port"]) > 65535:
+        raise ValueError("not an address")
+    return found["six"] or found["host"], int(found["port"])
