@@ -54,18 +54,22 @@ class ErrorClass(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """Why a row has no result. `message` is a function of the row alone."""
+    """Why a row has no result. `message` is a function of the row alone.
+
+    `status` is `skipped` where the job asked for rows like this one to be left out.
+    """
 
     error_class: ErrorClass
     message: str
+    status: Status = Status.ERROR
 
 
 class RowFailure(Exception):
     """Raised while one row is read or rendered; becomes that row's `RowError`."""
 
-    def __init__(self, error_class: ErrorClass, message: str) -> None:
+    def __init__(self, error_class: ErrorClass, message: str, status: Status = Status.ERROR) -> None:
         super().__init__(message)
-        self.error = RowError(error_class, message)
+        self.error = RowError(error_class, message, status)
 
 
 class BatchgenError(Exception):
@@ -183,7 +187,7 @@ CacheKey = tuple[int, tuple[str | int | bytes, ...]]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One row in the engine. The scheduler owns every field after `control_tokens`.
+    """One row in the engine. The scheduler owns every field after `truncated_tokens`.
 
     Args:
         request_id: the row's ordinal; also its key for sampling noise.
@@ -194,6 +198,7 @@ class Request:
         cache_keys: what else decides keys and values, such as (0, ("lora", name, path)), (0, ("salt", text))
             or (first position of an image, ("image", digest)); rows share cache only where these agree.
         control_tokens: how many the row's own text spelled; for the report.
+        truncated_tokens: how many the prompt has less than the whole row would have had.
     """
 
     request_id: int
@@ -203,6 +208,7 @@ class Request:
     priority: int = 0
     cache_keys: tuple[CacheKey, ...] = ()
     control_tokens: int = 0
+    truncated_tokens: int = 0
     state: RequestState = RequestState.WAITING
     sequence_number: int = -1
     num_computed_tokens: int = 0

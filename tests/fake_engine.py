@@ -28,7 +28,7 @@ from typing import Any
 from batchgen.core.stats import SchedulerStats
 from batchgen.dist.handle import launch_worker
 from batchgen.dist.serve import ReadyEngine, serve
-from batchgen.sampling.resolve import resolve_sampling
+from batchgen.sampling.overrides import RowSampling
 from batchgen.text.prompt import PromptRenderer
 from batchgen.text.prompt_spec import PromptSpec
 from batchgen.text.tokenizer import Tokenizer
@@ -40,7 +40,6 @@ from batchgen.types import (
     Output,
     Request,
     RowError,
-    SamplingParams,
     UsageError,
 )
 
@@ -306,7 +305,8 @@ def commit(fault: Fault) -> None:
 class _NoTokenizer:
     """Stands in for a transformers tokenizer: an id for each byte, turns joined by newlines."""
 
-    chat_template = "turns joined by newlines"
+    chat_template = "{{ messages | map(attribute='content') | join('\n') }}"
+    special_tokens_map: Mapping[str, str] = {}
     eos_token_id = None
     bos_token_id = None
 
@@ -324,8 +324,8 @@ class _NoTokenizer:
         )
         self.backend_tokenizer.decoder = decoders.ByteLevel()
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
-        return "\n".join(str(message["content"]) for message in messages)
+    def get_chat_template(self, template: str | None, tools: Any = None) -> str:
+        return template or self.chat_template
 
 
 class _OnlyIds(Tokenizer):
@@ -351,16 +351,12 @@ def build(config: Mapping[str, Any]) -> ReadyEngine:
     return ReadyEngine(
         core=FakeCore(behaviour, max_num_seqs),
         renderer=renderer,
-        sampling=sampling_of(config),
+        sampling=RowSampling(config["sampling"], {}, spec.per_row),
         max_num_seqs=max_num_seqs,
         pinned={**pinned, **(config.get("pinned") or {}), **behaviour.pinned},
         facts={"fake": 1},
         notes=list(behaviour.notes),
     )
-
-
-def sampling_of(config: Mapping[str, Any]) -> SamplingParams:
-    return resolve_sampling(config["sampling"], {})
 
 
 def _tokenizer(spec: PromptSpec, model: Path) -> Tokenizer:

@@ -24,10 +24,14 @@ if TYPE_CHECKING:
     from batchgen.job.fingerprints import ModelFiles
     from batchgen.job.spec import JobSpec
     from batchgen.models.source import ModelSource
+    from batchgen.text.prompt import PromptRenderer
     from batchgen.text.prompt_spec import PromptSpec
     from batchgen.text.tokenizer import Tokenizer
 
 ROWS_FOR_IDS = 100_000
+ROWS_TO_RENDER = 100
+# Where the rows of an OpenAI batch file carry what its lines say of sampling.
+BATCH_SAMPLING = "sampling"
 
 
 @dataclass(slots=True)
@@ -164,9 +168,12 @@ def bind_prompt(spec: JobSpec, inputs: InputSet) -> PromptSpec:
     Raises:
         UsageError: a column that the prompt needs is not there.
     """
-    from batchgen.text.prompt_spec import PromptSpec
+    from batchgen.text.prompt_spec import spec_from_sections
 
-    return PromptSpec.from_dict(spec.prompt.model_dump()).bind(inputs.columns())
+    sampling = spec.sampling.model_dump()
+    if inputs.format == "openai_batch" and sampling["per_row"] is None:
+        sampling["per_row"] = BATCH_SAMPLING
+    return spec_from_sections(spec.prompt.model_dump(), sampling).bind(inputs.columns())
 
 
 def find_model(spec: JobSpec, commit: str | None = None) -> ModelSource:
@@ -238,14 +245,27 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     return Tokenizer.load(str(source.tokenizer_folder()))
 
 
-def check_prompt(spec: JobSpec, prompt: PromptSpec, tokenizer: Tokenizer, report: Report) -> None:
-    """Render the job's own roles, and look at what only the tokenizer knows."""
+def check_prompt(
+    spec: JobSpec, prompt: PromptSpec, tokenizer: Tokenizer, report: Report, inputs: InputSet | None = None
+) -> None:
+    """Render the job's own roles, and look at what only the tokenizer knows.
+
+    Args:
+        spec: the job.
+        prompt: its prompt section, bound to the input's columns.
+        tokenizer: the model's.
+        report: gets faults and notes.
+        inputs: whose first rows are tried too.
+    """
     from batchgen.text.prompt import PromptRenderer
 
     with report.check():
         renderer = PromptRenderer(prompt, tokenizer)
-        renderer.probe()
+        faults = list(renderer.faults())
+        report.faults += faults
         report.notes += renderer.notes
+        if inputs is not None and not faults:
+            _try_rows(spec, renderer, inputs, report)
     for token_id in spec.sampling.stop_token_ids:
         if token_id >= tokenizer.vocab_size:
             report.faults.append(
@@ -254,6 +274,36 @@ def check_prompt(spec: JobSpec, prompt: PromptSpec, tokenizer: Tokenizer, report
                     f"use ids from 0 to {tokenizer.vocab_size - 1}"
                 )
             )
+
+
+def _try_rows(spec: JobSpec, renderer: PromptRenderer, inputs: InputSet, report: Report) -> None:
+    """Render the first rows, and say what would become of those that cannot run."""
+    from batchgen.data.prompt_values import prompt_values
+    from batchgen.sampling.overrides import RowSampling
+    from batchgen.types import RowError, RowFailure
+
+    sampling = RowSampling(spec.sampling.model_dump(), {}, renderer.spec.per_row)
+    failed: list[tuple[Row, RowError]] = []
+    tried = 0
+    for row in islice(inputs.rows(), min(spec.input.limit or ROWS_TO_RENDER, ROWS_TO_RENDER)):
+        if row.error is not None:
+            continue
+        tried += 1
+        columns = prompt_values(row, renderer.required_columns())
+        try:
+            sampled = sampling.of_row(columns)
+        except RowFailure as failure:
+            failed.append((row, failure.error))
+            continue
+        explained = renderer.explain(columns, spec.model.max_model_len, sampled)
+        if explained.error is not None:
+            failed.append((row, explained.error))
+    if failed:
+        row, error = failed[0]
+        report.notes.append(
+            f"{len(failed)} of the first {tried} rows cannot run and each becomes a row with status "
+            f"{error.status}; {_where(row)}: {error.error_class}: {error.message}"
+        )
 
 
 def check_output_writable(spec: JobSpec) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from batchgen.data.row import Row
     from batchgen.data.source import InputSet
     from batchgen.job.spec import JobSpec
+    from batchgen.sampling.overrides import RowSampling
+    from batchgen.text.prompt_spec import PromptSpec
+    from batchgen.types import RowError, SamplingParams
 
 
 @click.command("show", short_help="One row's prompt, its token ids, and the sampling in effect; no weights.")
@@ -38,7 +43,7 @@ def _explain(job: Path, sets: tuple[str, ...], number: int | None, row_id: str |
     from batchgen.cli import checks
     from batchgen.data.prompt_values import prompt_values
     from batchgen.job.load import load_job
-    from batchgen.text.prompt import PromptRenderer
+    from batchgen.text.prompt import Explanation, PromptRenderer
 
     spec = load_job(job, sets)
     with closing(checks.open_job_input(spec)) as inputs:
@@ -47,22 +52,25 @@ def _explain(job: Path, sets: tuple[str, ...], number: int | None, row_id: str |
     source = checks.find_model(spec, checks.recorded_commit(spec))
     tokenizer_source = checks.find_tokenizer(spec)
     shown: dict[str, Any] = {"row": row.ordinal, "id": row.id, "file": row.file, "line": row.line}
+    columns = prompt_values(row, prompt.required_columns())
+    sampling, fault = _effective_sampling(spec, source.folder, prompt, columns)
     if row.error is not None:
-        shown |= {"prompt": None, "tokens": [], "control_tokens": 0, "error": _error(row.error)}
+        explanation = Explanation(None, [], 0, 0, row.error)
     else:
         renderer = PromptRenderer(prompt, checks.load_tokenizer(tokenizer_source or source))
-        explanation = renderer.explain(
-            prompt_values(row, renderer.required_columns()), spec.model.max_model_len
-        )
-        shown |= {
-            "prompt": explanation.text,
-            "tokens": [
-                {"id": i, "token": text, "special": special} for i, text, special in explanation.tokens
-            ],
-            "control_tokens": explanation.control_tokens,
-            "error": None if explanation.error is None else _error(explanation.error),
-        }
-    return {**shown, "sampling": _effective_sampling(spec, source.folder)}
+        explanation = renderer.explain(columns, spec.model.max_model_len, sampling)
+    error = fault or explanation.error
+    return {
+        **shown,
+        "status": "ok" if error is None else error.status.value,
+        "error": None if error is None else {"class": error.error_class.value, "message": error.message},
+        "prompt": explanation.text,
+        "tokens": [{"id": i, "token": text, "special": special} for i, text, special in explanation.tokens],
+        "control_tokens": explanation.control_tokens,
+        "truncated_tokens": explanation.truncated_tokens,
+        "sampling": dataclasses.asdict(sampling),
+        "overridden": _overridden(sampling, spec, source.folder),
+    }
 
 
 def _find_row(inputs: InputSet, number: int, row_id: str | None) -> Row:
@@ -86,22 +94,34 @@ def _search(inputs: InputSet, number: int, row_id: str | None) -> tuple[Row | No
     return None, count
 
 
-def _error(error: Any) -> dict[str, str]:
-    return {"class": error.error_class.value, "message": error.message}
+def _effective_sampling(
+    spec: JobSpec, folder: Path | None, prompt: PromptSpec, columns: dict[str, Any]
+) -> tuple[SamplingParams, RowError | None]:
+    """The section with its nulls filled as the first attempt would fill them, and the row's overrides."""
+    from batchgen.types import RowFailure
+
+    sampling = _row_sampling(spec, folder, prompt.per_row)
+    try:
+        return sampling.of_row(columns), None
+    except RowFailure as failure:
+        return sampling.of_job, failure.error
 
 
-def _effective_sampling(spec: JobSpec, folder: Path | None) -> dict[str, Any]:
-    """The section with its nulls filled as the first attempt would fill them."""
-    import dataclasses
-    import json
-
-    from batchgen.sampling.resolve import generation_defaults, resolve_sampling
+def _row_sampling(spec: JobSpec, folder: Path | None, column: str | None) -> RowSampling:
+    from batchgen.sampling.overrides import RowSampling
+    from batchgen.sampling.resolve import generation_defaults
 
     defaults: dict[str, Any] = {}
     if spec.model.generation_defaults == "model" and folder is not None:
         file = folder / "generation_config.json"
         defaults = generation_defaults(json.loads(file.read_text())) if file.is_file() else {}
-    return dataclasses.asdict(resolve_sampling(spec.sampling.model_dump(), defaults))
+    return RowSampling(spec.sampling.model_dump(), defaults, column)
+
+
+def _overridden(sampling: SamplingParams, spec: JobSpec, folder: Path | None) -> list[str]:
+    """Keys in which the row differs from the job."""
+    ours, jobs = (dataclasses.asdict(s) for s in (sampling, _row_sampling(spec, folder, None).of_job))
+    return [key for key, value in ours.items() if value != jobs[key]]
 
 
 def _print(shown: dict[str, Any]) -> None:
@@ -110,7 +130,7 @@ def _print(shown: dict[str, Any]) -> None:
     place = f"{shown['file']} line {shown['line']}" if shown["line"] else shown["file"]
     lines = [f"row {shown['row']}, id {shown['id']!r}, {place}"]
     if shown["error"] is not None:
-        lines.append(f"error {shown['error']['class']}: {shown['error']['message']}")
+        lines.append(f"{shown['status']} {shown['error']['class']}: {shown['error']['message']}")
     if shown["prompt"] is not None:
         lines += ["", "prompt", shown["prompt"], "", f"{len(shown['tokens'])} tokens (* special)"]
         lines += [
@@ -119,5 +139,9 @@ def _print(shown: dict[str, Any]) -> None:
         ]
         if shown["control_tokens"]:
             lines.append(f"the row's own text spells {shown['control_tokens']} control tokens")
-    lines += ["", "sampling", *(f"  {key}: {value!r}" for key, value in shown["sampling"].items())]
+        if shown["truncated_tokens"]:
+            lines.append(f"{shown['truncated_tokens']} tokens were cut to make the prompt fit")
+    lines += ["", "sampling (* of this row)" if shown["overridden"] else "sampling"]
+    for key, value in shown["sampling"].items():
+        lines.append(f"{'*' if key in shown['overridden'] else ' '} {key}: {value!r}")
     click.echo(safe("\n".join(lines)))

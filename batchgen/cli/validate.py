@@ -45,7 +45,7 @@ def _report(job: Path, sets: tuple[str, ...]) -> Report:
                 checks.check_output_writable(spec)
             source = found.tokenizer_source or found.source
             if source is not None and found.prompt is not None:
-                checks.check_prompt(spec, found.prompt, checks.load_tokenizer(source), report)
+                checks.check_prompt(spec, found.prompt, checks.load_tokenizer(source), report, found.inputs)
     return report
 
 

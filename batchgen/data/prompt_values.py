@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
@@ -15,9 +16,16 @@ def prompt_values(row: Row, names: Iterable[str]) -> dict[str, Any]:
     """Those of `names` that the row has, made of what msgpack can carry.
 
     Decimals and integers beyond 64 bits become the string of their digits, which is how a template would
-    print them. A name that the row lacks is left out.
+    print them. A column in which the reader put null for NaN or an infinity is NaN itself: what goes through
+    to the output may be repaired, a prompt may not. A name that the row lacks is left out.
     """
-    return {name: _portable(row.values[name]) for name in names if name in row.values}
+    if not row.nonfinite:
+        return {name: _portable(row.values[name]) for name in names if name in row.values}
+    return {
+        name: math.nan if name in row.nonfinite else _portable(row.values[name])
+        for name in names
+        if name in row.values
+    }
 
 
 def _portable(value: Any) -> Any:

@@ -15,19 +15,17 @@ class Included:
 
     Args:
         asked: those of `batchgen.data.row_result.INCLUDED` that the job wants.
-        seed: `sampling.seed` of every row.
     """
 
-    def __init__(self, asked: Collection[str], seed: int) -> None:
+    def __init__(self, asked: Collection[str]) -> None:
         self._asked = asked
-        self._seed = seed
-        self._keeps = "prompt" in asked or "prompt_token_ids" in asked
-        self._rows: dict[int, PreparedRow] = {}
+        self._keeps = not {"prompt", "prompt_token_ids", "seed"}.isdisjoint(asked)
+        self._rows: dict[int, tuple[PreparedRow, int]] = {}
 
-    def prepared(self, row: PreparedRow) -> None:
+    def prepared(self, row: PreparedRow, seed: int) -> None:
         """A row was rendered. Called by the thread that does; the engine's loop calls the rest."""
         if self._keeps:
-            self._rows[row.row] = row
+            self._rows[row.row] = (row, seed)
 
     def of(self, output: Output) -> dict[str, Any] | None:
         """What goes into the result of a row; None where nothing was asked for.
@@ -36,10 +34,10 @@ class Included:
         """
         if not self._asked:
             return None
-        row = self._rows.pop(output.request_id, None)
+        row, seed = self._rows.pop(output.request_id, (None, None))
         found: dict[str, Any] = {}
         if row is not None:
             found = {"prompt": row.text, "prompt_token_ids": pack_ids(row.token_ids)}
         if output.ok:
-            found |= {"output_token_ids": pack_ids(output.token_ids), "seed": self._seed}
+            found |= {"output_token_ids": pack_ids(output.token_ids), "seed": seed}
         return {key: value for key, value in found.items() if key in self._asked and value is not None}

@@ -10,13 +10,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from batchgen.dist.channel import Channel, ChannelClosed
 from batchgen.dist.included import Included
+from batchgen.sampling.overrides import RowSampling
 from batchgen.text.prompt import PreparedRow, PromptRenderer
-from batchgen.types import Output, Request, RowError, SamplingParams
+from batchgen.types import Output, Request, RowError, RowFailure, SamplingParams
 
 GROUP = 32
 
@@ -34,7 +35,7 @@ class Intake:
     Args:
         channel: to the supervisor.
         renderer: from columns to token ids.
-        sampling: of every row.
+        sampling: from columns to how a row is decoded.
         max_model_len: longest prompt plus output, in tokens.
         order: `prefix` puts rows with common beginnings next to each other, `length` puts the longest
             prompts first, `input` keeps the order of arrival.
@@ -45,7 +46,7 @@ class Intake:
         self,
         channel: Channel,
         renderer: PromptRenderer,
-        sampling: SamplingParams,
+        sampling: RowSampling,
         max_model_len: int,
         order: str,
         included: Included,
@@ -113,22 +114,43 @@ class Intake:
         prepared: list[Request | Output] = []
         for i in range(0, len(rows), GROUP):
             group = rows[i : i + GROUP]
-            results = self._renderer.prepare_batch([(r[0], r[1]) for r in group], self._max_model_len)
-            for (row, _, partial), result in zip(group, results, strict=True):
-                prepared.append(self._request(row, result, partial))
+            prepared += self._prepare_group(group)
         for item in sorted(prepared, key=self._sort_key):
             self._ready.put(item)
 
-    def _request(self, row: int, result: PreparedRow | RowError, partial: list[int]) -> Request | Output:
-        if isinstance(result, RowError):
-            return Output(row, error=result)
-        self._included.prepared(result)
+    def _prepare_group(self, group: list[Any]) -> list[Request | Output]:
+        sampled = [self._sampled(columns) for _, columns, _ in group]
+        good = [(row, how) for row, how in zip(group, sampled, strict=True) if isinstance(how, SamplingParams)]
+        prompts = self._renderer.prepare_batch(
+            [(row, columns) for (row, columns, _), _ in good], self._max_model_len, [how for _, how in good]
+        )
+        refused = [
+            Output(row[0], error=how) for row, how in zip(group, sampled, strict=True) if isinstance(how, RowError)
+        ]
+        return refused + [
+            self._request(row, prompt, how, partial)
+            for ((row, _, partial), how), prompt in zip(good, prompts, strict=True)
+        ]
+
+    def _sampled(self, columns: Mapping[str, Any]) -> SamplingParams | RowError:
+        try:
+            return self._sampling.of_row(columns)
+        except RowFailure as failure:
+            return failure.error
+
+    def _request(
+        self, row: int, prompt: PreparedRow | RowError, sampling: SamplingParams, partial: list[int]
+    ) -> Request | Output:
+        if isinstance(prompt, RowError):
+            return Output(row, error=prompt)
+        self._included.prepared(prompt, sampling.seed)
         return Request(
             request_id=row,
-            prompt_token_ids=result.token_ids,
-            sampling=replace(self._sampling),
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
             output_token_ids=list(partial),
-            control_tokens=result.control_tokens,
+            control_tokens=prompt.control_tokens,
+            truncated_tokens=prompt.truncated_tokens,
         )
 
     def _sort_key(self, item: Request | Output) -> Any:

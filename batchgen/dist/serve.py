@@ -21,8 +21,9 @@ from batchgen.dist.channel import Channel, ChannelClosed, die_with_parent
 from batchgen.dist.included import Included
 from batchgen.dist.intake import Closed, Intake
 from batchgen.job.counters import CounterWriter
+from batchgen.sampling.overrides import RowSampling
 from batchgen.text.prompt import PromptRenderer
-from batchgen.types import BatchgenError, EngineError, Output, Request, RowError, SamplingParams
+from batchgen.types import BatchgenError, EngineError, Output, Request, RowError, Status
 
 PROGRESS_SECONDS = 1.0
 IDLE_SECONDS = 0.2
@@ -73,7 +74,7 @@ class ReadyEngine:
     Args:
         core: takes requests and steps.
         renderer: from columns to token ids.
-        sampling: of every row.
+        sampling: from columns to how a row is decoded.
         max_num_seqs: most requests that run at once.
         pinned: numeric choices that a resumed job must repeat.
         facts: the machine and the libraries.
@@ -82,7 +83,7 @@ class ReadyEngine:
 
     core: Core
     renderer: PromptRenderer
-    sampling: SamplingParams
+    sampling: RowSampling
     max_num_seqs: int
     pinned: Mapping[str, Any]
     facts: Mapping[str, Any]
@@ -111,7 +112,7 @@ class WorkerLoop:
         self._draining = False
         self._stopping = False
         self._last_progress = 0.0
-        self._included = Included(config.get("include", ()), self._engine.sampling.seed)
+        self._included = Included(config.get("include", ()))
         self._intake = Intake(
             channel,
             self._engine.renderer,
@@ -230,7 +231,7 @@ def _result(output: Output, included: dict[str, Any] | None) -> dict[str, Any]:
     """What goes to the journal: a function of the row, never of scheduling."""
     error: RowError | None = output.error
     result = {
-        "status": "ok" if error is None else "error",
+        "status": (Status.OK if error is None else error.status).value,
         "text": output.text if error is None else None,
         "finish_reason": output.finish_reason.value if output.finish_reason else None,
         "stop_reason": None if output.stop_reason is None else str(output.stop_reason),

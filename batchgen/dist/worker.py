@@ -7,6 +7,7 @@ The supervisor starts one per device and talks to it over an inherited socket; t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 import transformers
@@ -14,7 +15,8 @@ import transformers
 from batchgen.dist.serve import ReadyEngine, serve
 from batchgen.engine.build import build_engine, load_tokenizer
 from batchgen.engine.config import EngineConfig
-from batchgen.sampling.resolve import generation_defaults, resolve_sampling, unused_defaults
+from batchgen.sampling.overrides import RowSampling
+from batchgen.sampling.resolve import generation_defaults, unused_defaults
 from batchgen.text.prompt import PromptRenderer, PromptSpec
 
 
@@ -31,7 +33,8 @@ def build(config: Mapping[str, Any]) -> ReadyEngine:
     pinned = dict(config.get("pinned") or {})
     engine_config = _engine_config(config, pinned)
     tokenizer = load_tokenizer(engine_config)
-    renderer = PromptRenderer(PromptSpec.from_dict(config["prompt"]), tokenizer)
+    prompt = PromptSpec.from_dict(config["prompt"])
+    renderer = PromptRenderer(prompt, tokenizer, _first_attempt(pinned))
     renderer.probe()
     engine = build_engine(engine_config, tokenizer)
     model_defaults = engine.loaded.generation_config.to_dict()
@@ -42,9 +45,9 @@ def build(config: Mapping[str, Any]) -> ReadyEngine:
     return ReadyEngine(
         core=engine.core,
         renderer=renderer,
-        sampling=resolve_sampling(config["sampling"], defaults),
+        sampling=RowSampling(config["sampling"], defaults, prompt.per_row),
         max_num_seqs=engine.config.max_num_seqs or 1,
-        pinned={**engine.pinned, "generation_defaults": defaults},
+        pinned={**engine.pinned, "generation_defaults": defaults, **_pinned_time(renderer)},
         facts=engine.facts,
         notes=[*engine.notes, *renderer.notes, *(_ignored(model_defaults) if wanted else [])],
     )
@@ -56,6 +59,15 @@ def _ignored(model_defaults: Mapping[str, Any]) -> list[str]:
         "set model.generation_defaults: none to say that this is meant"
         for key in unused_defaults(model_defaults)
     ]
+
+
+def _first_attempt(pinned: Mapping[str, Any]) -> datetime | None:
+    """What the first attempt took for the time, so that prompts of one job all tell the same date."""
+    return datetime.fromisoformat(pinned["template_time"]) if "template_time" in pinned else None
+
+
+def _pinned_time(renderer: PromptRenderer) -> dict[str, str]:
+    return {"template_time": renderer.now.isoformat()} if renderer.tells_time else {}
 
 
 def _engine_config(config: Mapping[str, Any], pinned: Mapping[str, Any]) -> EngineConfig:

@@ -260,6 +260,7 @@ class EngineCore:
             stop_reason=finished.stop_reason,
             prompt_tokens=len(request.prompt_token_ids),
             completion_tokens=len(request.output_token_ids),
+            truncated_tokens=request.truncated_tokens,
             cached_tokens=request.num_cached_tokens,
             preemptions=request.num_preemptions,
             control_tokens=request.control_tokens,

@@ -34,7 +34,7 @@ from batchgen.job.spec import (
 )
 from batchgen.job.unavailable import MEANS_OFF, means_off
 from batchgen.job.yaml_loader import parse_document, parse_override, split_key
-from batchgen.text.prompt_spec import PromptSpec
+from batchgen.text.prompt_spec import spec_from_sections
 from batchgen.text.templates import JobTemplate
 from batchgen.types import UsageError
 
@@ -244,8 +244,8 @@ def _check_across(document: Document, sections: dict[str, Section | None]) -> No
             f"sampling.min_tokens: {sampling.min_tokens} is more than sampling.max_tokens "
             f"({sampling.max_tokens}); lower it or raise max_tokens",
         )
-    if isinstance(prompt, PromptSection):
-        _check_prompt(document, prompt)
+    if isinstance(prompt, PromptSection) and isinstance(sampling, SamplingSection):
+        _check_prompt(document, prompt, sampling)
     output = sections["output"]
     if isinstance(output, OutputSpec):
         _check_output(document, output)
@@ -259,10 +259,10 @@ def _check_output(document: Document, output: OutputSpec) -> None:
         )
 
 
-def _check_prompt(document: Document, prompt: PromptSection) -> None:
+def _check_prompt(document: Document, prompt: PromptSection, sampling: SamplingSection) -> None:
     """The renderer knows which settings go together and what a template is."""
     try:
-        templates = PromptSpec.from_dict(prompt.model_dump()).templates()
+        templates = spec_from_sections(prompt.model_dump(), sampling.model_dump()).templates()
     except UsageError as error:
         _prompt_fault(document, error)
         return

@@ -100,6 +100,10 @@ def _portable(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _portable_all(value: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    return tuple(map(_portable, value))
+
+
 def _fits(value: Any) -> bool:
     if isinstance(value, dict | list):
         return all(map(_fits, value.values() if isinstance(value, dict) else value))
@@ -189,13 +193,19 @@ class PromptSection(Section):
     system_fallback: Annotated[Literal["error", "prepend_to_user"], Rule("error or prepend_to_user")] = (
         "error"
     )
+    tools: Annotated[
+        Text
+        | Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tuple), AfterValidator(_portable_all)]
+        | None,
+        Rule("null, the name of a column, or a list of tools, each a map that JSON knows"),
+    ] = None
     bos: Annotated[Auto, Rule("auto")] = "auto"
     special_tokens_in_content: Annotated[
         Literal["escape", "allow", "error"], Rule("escape, allow or error")
     ] = "escape"
     overflow: Annotated[
-        Literal["error"],
-        Rule("error", later=("skip", "truncate_left", "truncate_right", "truncate_middle")),
+        Literal["error", "skip", "truncate_left", "truncate_right", "truncate_middle"],
+        Rule("error, skip, truncate_left, truncate_right or truncate_middle"),
     ] = "error"
 
 
@@ -222,6 +232,7 @@ class SamplingSection(Section):
     ] = ()
     seed: Annotated[int, Field(ge=0, lt=2**63), Rule("a whole number from 0 to 2**63 - 1")] = 0
     ignore_eos: Annotated[bool, Rule("true or false")] = False
+    per_row: Annotated[Text | None, Rule("null or the name of a column")] = None
 
 
 Included = Literal["usage", "finish_reason", "prompt", "prompt_token_ids", "output_token_ids", "seed"]

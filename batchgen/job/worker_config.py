@@ -29,7 +29,7 @@ def worker_config(spec: JobSpec, prompt: PromptSpec, commit: str | None = None) 
         "tokenizer": spec.model.tokenizer,
         "generation_defaults": spec.model.generation_defaults,
         "prompt": prompt.to_dict(),
-        "sampling": spec.sampling.model_dump(mode="json"),
+        "sampling": spec.sampling.model_dump(mode="json", exclude={"per_row", "turns"}),
         "order": spec.run.order,
         "include": [key for key in INCLUDED if key in spec.output.include],
         "engine": {

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -92,7 +92,7 @@ class ControlTokens:
         """Ids of (text, its marker) pairs: marked spellings as plain text, all others as control ids."""
         names = self._names
         renamed = [
-            self._any_special.sub(lambda match: names[match[0]], text).replace(marker, "")
+            _without(self._any_special.sub(lambda match: names[match[0]], text), marker)
             for text, marker in texts
         ]
         return encode_groups(self._renamed_backend, renamed)
@@ -125,11 +125,16 @@ def marked(spelling: str, marker: str) -> str:
     return spelling[0] + marker + spelling[1:]
 
 
+def _without(text: str, marker: str) -> str:
+    """Without the marker, also where a template wrote it in JSON's ASCII."""
+    return text.replace(marker, "").replace(json.dumps(marker)[1:-1], "")
+
+
 def strings_in(value: Any) -> list[str]:
     """All strings in a value, keys of dicts included."""
     if isinstance(value, str):
         return [value]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return [text for pair in value.items() for item in pair for text in strings_in(item)]
     if isinstance(value, list | tuple):
         return [text for item in value for text in strings_in(item)]

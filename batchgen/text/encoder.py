@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from batchgen.text.content import Content
 from batchgen.text.control_tokens import ControlTokens, marked
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import ErrorClass, RowError
@@ -22,6 +23,8 @@ class Draft:
         token_ids: filled by the encoder, or brought by the row.
         marker: set if control tokens in the text that came from the row are marked with it.
         control_tokens: how many control tokens the row's own text spells.
+        truncated_tokens: how many were cut to make the prompt fit.
+        content: what the text was made of.
         error: set if the tokenizer refused the text.
     """
 
@@ -29,6 +32,8 @@ class Draft:
     token_ids: list[int] | None = None
     marker: str | None = None
     control_tokens: int = 0
+    truncated_tokens: int = 0
+    content: Content | None = None
     error: RowError | None = None
 
     @property

@@ -25,7 +25,7 @@ def read_messages(column: str, value: Any) -> list[Message]:
         RowFailure: `null_prompt`, `empty_prompt`, `invalid_json`, or `invalid_param`.
     """
     if isinstance(value, str):
-        value = _parse(column, value) if value else []
+        value = parse_json(column, "messages", value) if value else []
     if value is None:
         raise RowFailure(ErrorClass.NULL_PROMPT, f"column {column!r} is null")
     if not isinstance(value, list | tuple):
@@ -38,7 +38,7 @@ def read_messages(column: str, value: Any) -> list[Message]:
 def _message(column: str, number: int, item: Any) -> Message:
     if not isinstance(item, Mapping):
         _invalid(column, f"message {number} is {type(item).__name__}, not an object with role and content")
-    message: Message = _without_nulls(item)
+    message: Message = without_nulls(item)
     role = message.get("role")
     if not isinstance(role, str) or not role:
         _invalid(column, f"message {number} has no role; use system, user or assistant")
@@ -64,21 +64,27 @@ def _joined(column: str, number: int, parts: list[Any]) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """A copy without the keys that are null, at any depth."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_without_nulls(item) for item in value]
+        return [without_nulls(item) for item in value]
     return value
 
 
-def _parse(column: str, text: str) -> Any:
+def parse_json(column: str, what: str, text: str) -> Any:
+    """A value that a column holds as JSON text.
+
+    Raises:
+        RowFailure: `invalid_json`.
+    """
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise RowFailure(
-            ErrorClass.INVALID_JSON, f"column {column!r} should hold messages as JSON, but: {reason}"
+            ErrorClass.INVALID_JSON, f"column {column!r} should hold {what} as JSON, but: {reason}"
         ) from error
 
 

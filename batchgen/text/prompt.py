@@ -1,24 +1,29 @@
 """From a row's columns to the token ids of its prompt.
 
-The engine worker prepares rows in batches with `PromptRenderer.prepare_batch`; `validate` calls
-`probe` before any weights load; `show` prints what `explain` returns. A fault of a row is a
-`RowError` in that row's place and never touches another row.
+The engine worker prepares rows in batches with `PromptRenderer.prepare_batch`, and the later turns of a
+dialogue with `prepare_turn`; `validate` asks for `faults` before any weights load; `show` prints what
+`explain` returns. A fault of a row is a `RowError` in that row's place and never touches another row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 from batchgen.text import messages as chat
+from batchgen.text.chat_template import ChatTemplate
+from batchgen.text.content import Content, RowReader
 from batchgen.text.control_tokens import ControlTokens
 from batchgen.text.encoder import Draft, PromptEncoder
+from batchgen.text.overflow import Shortener, cut, kept_room, least_room
+from batchgen.text.probe import chat_faults, said, system_refusal
 from batchgen.text.prompt_spec import PromptSpec
 from batchgen.text.templates import JobTemplate
 from batchgen.text.tokenizer import Tokenizer
-from batchgen.types import ErrorClass, RowError, RowFailure, UsageError
+from batchgen.types import ErrorClass, RowError, RowFailure, SamplingParams, Status, UsageError
 
 __all__ = ["Explanation", "PreparedRow", "PromptRenderer", "PromptSpec"]
 
@@ -33,6 +38,7 @@ class PreparedRow:
         row: its ordinal.
         token_ids: the prompt, never empty and shorter than the context.
         control_tokens: how many control tokens the row's own text spells.
+        truncated_tokens: how many tokens the prompt has less than the whole row would have had.
         notes: what a report should say about it.
         text: the rendered prompt; None where the row came as token ids.
     """
@@ -40,6 +46,7 @@ class PreparedRow:
     row: int
     token_ids: list[int]
     control_tokens: int = 0
+    truncated_tokens: int = 0
     notes: tuple[str, ...] = ()
     text: str | None = None
 
@@ -52,13 +59,32 @@ class Explanation:
         text: the rendered prompt; None if it could not be rendered.
         tokens: (id, the vocabulary's spelling, whether it is a special token).
         control_tokens: how many control tokens the row's own text spells.
+        truncated_tokens: how many tokens were cut to make it fit.
         error: why the row cannot be run, if so.
     """
 
     text: str | None
     tokens: list[tuple[int, str, bool]]
     control_tokens: int
+    truncated_tokens: int
     error: RowError | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """The context of the model, and the sampling of one row, which wants some of it."""
+
+    max_model_len: int | None
+    sampling: SamplingParams
+
+    def excess(self, tokens: int) -> int:
+        """By how many tokens a prompt of `tokens` is too long; 0 or less if it fits."""
+        return 0 if self.max_model_len is None else tokens + least_room(self.sampling) - self.max_model_len
+
+    def shortened(self) -> int:
+        """Most tokens of a prompt that is cut."""
+        whole = self.max_model_len or 0
+        return whole - kept_room(self.sampling, whole)
 
 
 class PromptRenderer:
@@ -67,36 +93,44 @@ class PromptRenderer:
     Args:
         spec: the job's `prompt` section; `bind` it first where the columns are known.
         tokenizer: the model's.
+        now: what a chat template takes for the time; None for the time at which this is made.
 
     Raises:
         UsageError: a template of the job is not valid Jinja.
     """
 
-    def __init__(self, spec: PromptSpec, tokenizer: Tokenizer) -> None:
+    def __init__(self, spec: PromptSpec, tokenizer: Tokenizer, now: datetime | None = None) -> None:
         self.spec = spec
         self.tokenizer = tokenizer
+        self.now = now or datetime.now()
         self._control = ControlTokens(tokenizer)
         self._encoder = PromptEncoder(tokenizer, self._control, plain_text=spec.mode == "completion")
         self._templates = {name: JobTemplate(name, source) for name, source in spec.templates().items()}
-        self._template_columns = frozenset().union(*(t.columns for t in self._templates.values()))
+        columns = frozenset().union(*(t.columns for t in self._templates.values()))
+        self._reader = RowReader(spec, sorted(columns), tokenizer.vocab_size)
 
     def required_columns(self) -> frozenset[str]:
         """Columns of a row that rendering reads; of several sources one is enough."""
         return self.spec.required_columns()
 
     @property
+    def tells_time(self) -> bool:
+        """Whether prompts depend on `now`."""
+        return (
+            self.spec.mode == "chat"
+            and "strftime_now" in (self._chat_source or "")
+            and "date_string" not in self.spec.chat_template_kwargs
+        )
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know about this job's template."""
-        template = self.spec.chat_template or self.tokenizer.chat_template or ""
-        if (
-            self.spec.mode != "chat"
-            or "strftime_now" not in template
-            or "date_string" in self.spec.chat_template_kwargs
-        ):
+        if not self.tells_time:
             return ()
         return (
-            "the chat template writes today's date into prompts, so rows of another day differ; "
-            "set prompt.chat_template_kwargs: {date_string: …} if the template reads it",
+            f"the chat template writes the date into prompts; all rows get that of the first attempt "
+            f"({self.now:%Y-%m-%d}); set prompt.chat_template_kwargs: {{date_string: …}} for another, "
+            "if the template reads it",
         )
 
     def probe(self, columns: Iterable[str] | None = None) -> None:
@@ -106,138 +140,158 @@ class PromptRenderer:
             columns: the input's, where they are known.
 
         Raises:
-            UsageError: says which setting, what the template said, and the remedy.
+            UsageError: says which setting, what the template said, and the remedy; all there is.
         """
         if columns is not None:
             self.spec.bind(columns)
+        faults = list(self.faults())
+        if faults:
+            raise UsageError("\n".join(map(str, faults)))
+
+    def faults(self) -> Iterator[UsageError]:
+        """Everything for which no row could be rendered."""
         if self.spec.mode != "chat":
             return
-        if self.spec.chat_template is None and not self.tokenizer.hf.chat_template:
-            raise UsageError(
+        if self._chat_source is None:
+            yield UsageError(
                 "prompt.mode: this tokenizer has no chat template, as is usual for base models; "
                 "set prompt.mode: completion, or give prompt.chat_template"
             )
-        user = {"role": "user", "content": "batchgen probes the user turn"}
-        self._try("prompt.chat_template", "cannot render a plain user turn", [user])
-        if self.spec.system is not None and self.spec.system_fallback == "error" and self._system_refusal:
-            raise UsageError(
-                f"prompt.system: the chat template refuses a system turn ({self._system_refusal}); "
-                "set prompt.system_fallback: prepend_to_user"
-            )
-        if self.spec.assistant_prefix:
-            begun = {"role": "assistant", "content": "batchgen probes the answer"}
-            self._try("prompt.assistant_prefix", "cannot leave an assistant turn open", [user, begun])
-
-    def _try(self, setting: str, what: str, turns: list[chat.Message]) -> None:
+            return
         try:
-            self._render_chat(turns, continue_final_message=turns[-1]["role"] == "assistant")
-        except Exception as error:
-            raise UsageError(f"{setting}: the chat template {what} ({_said(error)})") from error
+            template = self._chat
+        except UsageError as error:
+            yield error
+            return
+        yield from chat_faults(self.spec, template)
+
+    @cached_property
+    def _chat_source(self) -> str | None:
+        return self.tokenizer.chat_source(self.spec.chat_template, with_tools=bool(self.spec.tools))
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        variables = {**self.tokenizer.template_variables, **self.spec.chat_template_kwargs}
+        return ChatTemplate(self._chat_source or "", variables, self.now)
 
     @cached_property
     def _system_refusal(self) -> str | None:
-        """Why the chat template has no system turn; None if it has one."""
-        text = "batchgen probes the system turn"
-        turns = [
-            {"role": "system", "content": text},
-            {"role": "user", "content": "batchgen probes the user turn"},
-        ]
-        try:
-            rendered = self._render_chat(turns, continue_final_message=False)
-        except Exception as error:
-            return _said(error)
-        return None if text in rendered else "it leaves its text out"
+        return system_refusal(self._chat)
 
     def prepare_batch(
-        self, rows: Sequence[tuple[int, Mapping[str, Any]]], max_model_len: int
+        self,
+        rows: Sequence[tuple[int, Mapping[str, Any]]],
+        max_model_len: int,
+        sampling: Sequence[SamplingParams] | None = None,
     ) -> list[PreparedRow | RowError]:
-        """Token ids of many rows at once, in their order.
+        """Token ids of many rows at once, in their order; of a dialogue the first turn's.
 
         Args:
             rows: (ordinal, columns).
-            max_model_len: most tokens of prompt and answer together; a prompt leaves room for one.
+            max_model_len: most tokens of prompt and answer together.
+            sampling: of each row; a prompt leaves room for its `min_tokens`, and for one token.
         """
         drafts: list[Draft | RowError] = [_caught(self._draft, columns) for _, columns in rows]
         self._encoder.encode([draft for draft in drafts if isinstance(draft, Draft)])
         return [
-            draft if isinstance(draft, RowError) else _caught(self._finish, row, draft, max_model_len)
-            for (row, _), draft in zip(rows, drafts, strict=True)
+            draft
+            if isinstance(draft, RowError)
+            else _caught(self._finish, row, draft, _Limits(max_model_len, sampled))
+            for (row, _), draft, sampled in zip(
+                rows, drafts, sampling or [_ONE_TOKEN] * len(rows), strict=True
+            )
         ]
 
-    def explain(self, columns: Mapping[str, Any], max_model_len: int | None = None) -> Explanation:
+    def user_turns(self, columns: Mapping[str, Any]) -> list[str]:
+        """The user turns of a dialogue (`sampling.turns`).
+
+        Raises:
+            RowFailure: there is none, or one is no text.
+        """
+        return self._reader.user_turns(columns)
+
+    def prepare_turn(
+        self,
+        row: int,
+        columns: Mapping[str, Any],
+        answers: Sequence[str],
+        max_model_len: int,
+        sampling: SamplingParams,
+    ) -> PreparedRow | RowError:
+        """Token ids of the turn of a dialogue that follows the given answers."""
+
+        def prepare() -> PreparedRow:
+            draft = self._compose(self._read(columns, answers))
+            self._encoder.encode([draft])
+            return self._finish(row, draft, _Limits(max_model_len, sampling))
+
+        prepared = _caught(prepare)
+        if isinstance(prepared, RowError):
+            return RowError(
+                prepared.error_class, f"turn {len(answers) + 1}: {prepared.message}", prepared.status
+            )
+        assert isinstance(prepared, PreparedRow)
+        return prepared
+
+    def explain(
+        self,
+        columns: Mapping[str, Any],
+        max_model_len: int | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Explanation:
         """What `prepare_batch` makes of one row, with everything in between."""
         draft = _caught(self._draft, columns)
         if isinstance(draft, RowError):
-            return Explanation(None, [], 0, draft)
+            return Explanation(None, [], 0, 0, draft)
         self._encoder.encode([draft])
-        prepared = _caught(self._finish, 0, draft, max_model_len)
+        prepared = _caught(self._finish, 0, draft, _Limits(max_model_len, sampling or _ONE_TOKEN))
         ids = draft.token_ids or []
         tokens = [(i, self.tokenizer.token(i) or "", i in self.tokenizer.special_ids) for i in ids]
         text = self.tokenizer.decode_all(ids) if draft.text is None else draft.shown_text
         error = prepared if isinstance(prepared, RowError) else None
-        return Explanation(text, tokens, draft.control_tokens, error)
+        return Explanation(text, tokens, draft.control_tokens, draft.truncated_tokens, error)
 
     def _draft(self, columns: Mapping[str, Any]) -> Draft:
-        content = {name: columns[name] for name in self._template_columns if name in columns}
         if self.spec.mode == "tokens":
-            return Draft(token_ids=self._read_ids(*self._source(columns)))
-        main = self._main_content(columns)
-        found = self._control.find([main, *content.values()])
-        draft = Draft(control_tokens=len(found))
-        policy = self.spec.special_tokens_in_content
+            return Draft(token_ids=self._reader.token_ids(columns))
+        return self._compose(self._read(columns))
+
+    def _read(self, columns: Mapping[str, Any], answers: Sequence[str] = ()) -> Content:
+        if self.spec.turns is None:
+            return self._reader.content(columns)
+        turns = self._reader.user_turns(columns)[: len(answers) + 1]
+        dialogue: list[chat.Message] = []
+        for turn, answer in zip(turns, [*answers, None], strict=True):
+            dialogue.append({"role": "user", "content": turn})
+            if answer is not None:
+                dialogue.append({"role": "assistant", "content": answer})
+        return self._reader.content(columns, dialogue)
+
+    def _compose(self, content: Content) -> Draft:
+        """The prompt's text, with the control tokens that the row itself spells marked or refused."""
+        original, policy = content, self.spec.special_tokens_in_content
+        found = self._control.find(content.parts())
         if found and policy == "error":
             raise RowFailure(
                 ErrorClass.INVALID_PARAM,
                 f"the row's text spells the control token {found[0]!r}; remove it, or set "
                 "prompt.special_tokens_in_content: escape or allow",
             )
-        if policy == "escape" and self._control.touches([main, *content.values()]):
-            draft.marker = self._control.marker_for([main, *content.values()])
-            main = self._control.mark(main, draft.marker)
-            content = {name: self._control.mark(value, draft.marker) for name, value in content.items()}
+        marker = None
+        if policy == "escape" and self._control.touches(content.parts()):
+            marker = self._control.marker_for(content.parts())
+            content = Content(*(self._control.mark(part, marker) for part in content.parts()))
         try:
-            draft.text = self._text(main, content)
-            _check_unicode(draft.text)
+            text = self._text(content)
+            _check_unicode(text)
         except RowFailure as failure:
-            raise _without_marker(failure, draft.marker) from failure
-        return draft
+            raise _without_marker(failure, marker) from failure
+        return Draft(text, marker=marker, control_tokens=len(found), content=original)
 
-    def _source(self, columns: Mapping[str, Any]) -> tuple[str, Any]:
-        """The column that holds the prompt, and its value, which is not null."""
-        candidates = self.spec.sources if self.spec.messages is None else (self.spec.messages,)
-        name = next((candidate for candidate in candidates if candidate in columns), None)
-        if name is None:
-            raise RowFailure(
-                ErrorClass.MISSING_COLUMN, f"the row has no column {' or '.join(map(repr, candidates))}"
-            )
-        if columns[name] is None:
-            raise RowFailure(ErrorClass.NULL_PROMPT, f"column {name!r} is null")
-        return name, columns[name]
-
-    def _main_content(self, columns: Mapping[str, Any]) -> str | list[chat.Message] | None:
-        """The row's prompt text or conversation; None where the job's templates make the prompt."""
-        if self.spec.user is not None:
-            return None
-        name, value = self._source(columns)
-        if self.spec.mode == "chat" and (self._names_conversation(name) or isinstance(value, list | tuple)):
-            return chat.read_messages(name, value)
-        if not isinstance(value, str):
-            raise RowFailure(
-                ErrorClass.INVALID_PARAM,
-                f"column {name!r} holds {type(value).__name__}, not text; "
-                f"set prompt.user: '{{{{ {name} }}}}' to make text of it",
-            )
-        if not value:
-            raise RowFailure(ErrorClass.EMPTY_PROMPT, f"column {name!r} is empty")
-        return value
-
-    def _names_conversation(self, column: str) -> bool:
-        """Whether text in the column is a conversation as JSON, not a user turn."""
-        return column in (self.spec.messages, "messages")
-
-    def _text(self, main: str | list[chat.Message] | None, content: Mapping[str, Any]) -> str:
+    def _text(self, content: Content) -> str:
+        main = content.main
         if main is None:
-            main = self._templates["prompt.user"].render(content)
+            main = self._templates["prompt.user"].render(content.values)
             if not main:
                 raise RowFailure(
                     ErrorClass.EMPTY_PROMPT, "prompt.user: the template gives no text for this row"
@@ -247,66 +301,97 @@ class PromptRenderer:
                 raise TypeError("a completion prompt is text")
             return main
         turns = [{"role": "user", "content": main}] if isinstance(main, str) else main
-        turns = chat.with_system(turns, self._render_own("prompt.system", content))
+        turns = chat.with_system(turns, self._render_own("prompt.system", content.values))
         if self.spec.system_fallback == "prepend_to_user" and self._system_refusal:
             turns = chat.prepend_system_to_user(turns)
-        prefix = self._render_own("prompt.assistant_prefix", content) or ""
+        prefix = self._render_own("prompt.assistant_prefix", content.values) or ""
         turns = chat.with_assistant_prefix(turns, prefix)
+        tools: Any = content.tools if isinstance(self.spec.tools, str) else self.spec.tools
         try:
-            return self._render_chat(turns, continue_final_message=bool(prefix))
+            return self._chat.render(turns, tools=tools or None, continue_final_message=bool(prefix))
         except Exception as error:
-            raise RowFailure(ErrorClass.TEMPLATE, f"the chat template failed: {_said(error)}") from error
+            raise RowFailure(ErrorClass.TEMPLATE, f"the chat template failed: {said(error)}") from error
 
-    def _render_own(self, name: str, content: Mapping[str, Any]) -> str | None:
+    def _render_own(self, name: str, values: Mapping[str, Any]) -> str | None:
         template = self._templates.get(name)
-        return None if template is None else template.render(content)
+        return None if template is None else template.render(values)
 
-    def _render_chat(self, turns: list[chat.Message], *, continue_final_message: bool) -> str:
-        return self.tokenizer.render_chat(
-            turns,
-            template=self.spec.chat_template,
-            kwargs=self.spec.chat_template_kwargs,
-            continue_final_message=continue_final_message,
-        )
-
-    def _read_ids(self, name: str, value: Any) -> list[int]:
-        if not isinstance(value, list | tuple):
-            raise RowFailure(
-                ErrorClass.INVALID_PARAM,
-                f"column {name!r} holds {type(value).__name__}, not a list of token ids",
-            )
-        for position, item in enumerate(value):
-            if type(item) is not int or not 0 <= item < self.tokenizer.vocab_size:
-                raise RowFailure(
-                    ErrorClass.INVALID_PARAM,
-                    f"column {name!r}: {item!r} at position {position} is not a token id from 0 to "
-                    f"{self.tokenizer.vocab_size - 1}",
-                )
-        return list(value)
-
-    def _finish(self, row: int, draft: Draft, max_model_len: int | None) -> PreparedRow:
+    def _finish(self, row: int, draft: Draft, limits: _Limits) -> PreparedRow:
+        _raise_error(draft)
+        if limits.excess(len(draft.token_ids or ())) > 0:
+            self._fit(draft, limits)
         ids = draft.token_ids
-        if draft.error is not None:
-            raise RowFailure(draft.error.error_class, draft.error.message)
         if not ids:
             raise RowFailure(ErrorClass.EMPTY_PROMPT, "the prompt has no tokens")
-        if max_model_len is not None and len(ids) >= max_model_len:
+        text = None if draft.text is None else draft.shown_text
+        return PreparedRow(row, ids, draft.control_tokens, draft.truncated_tokens, _row_notes(draft), text)
+
+    def _fit(self, draft: Draft, limits: _Limits) -> None:
+        """Cut a draft that is too long, in place.
+
+        Raises:
+            RowFailure: `context_length`, where the job says so or where cutting does not help.
+        """
+        policy = self.spec.overflow
+        if policy == "error" or policy == "skip":
+            status = Status.SKIPPED if policy == "skip" else Status.ERROR
+            raise RowFailure(ErrorClass.CONTEXT_LENGTH, _too_long(draft, limits), status)
+        before, most = len(draft.token_ids or ()), limits.shortened()
+        shorter = self._cut_ids(draft, most) if draft.content is None else self._cut_text(draft, most)
+        if shorter is None or not shorter.token_ids:
             raise RowFailure(
                 ErrorClass.CONTEXT_LENGTH,
-                f"the prompt has {len(ids)} tokens and the context holds {max_model_len}, at least one of "
-                "them for the answer; shorten the prompt or raise model.max_model_len",
+                f"{_too_long(draft, limits)}, for nothing that the row brought can be cut any further",
             )
-        text = None if draft.text is None else draft.shown_text
-        return PreparedRow(row, ids, draft.control_tokens, self._row_notes(draft), text)
+        draft.text, draft.token_ids, draft.marker = shorter.text, shorter.token_ids, shorter.marker
+        draft.truncated_tokens = before - len(shorter.token_ids)
 
-    def _row_notes(self, draft: Draft) -> tuple[str, ...]:
-        if not draft.control_tokens:
-            return ()
-        how = "kept as control tokens" if draft.marker is None else "read as plain text"
-        return (f"special_tokens_in_content: {draft.control_tokens} control tokens in the row's text {how}",)
+    def _cut_ids(self, draft: Draft, most: int) -> Draft | None:
+        """Ids that a row brought, cut; a leading BOS stays."""
+        ids = draft.token_ids or []
+        head = ids[:1] if ids[:1] == [self.tokenizer.bos_token_id] else []
+        rest = ids[len(head) :]
+        gone = len(ids) - most
+        return None if gone >= len(rest) else Draft(token_ids=head + cut(rest, gone, self.spec.overflow))
+
+    def _cut_text(self, draft: Draft, most: int) -> Draft | None:
+        def attempt(content: Content) -> tuple[Draft, int]:
+            tried = self._compose(content)
+            self._encoder.encode([tried])
+            _raise_error(tried)
+            return tried, len(tried.token_ids or ()) - most
+
+        assert draft.content is not None
+        shortener = Shortener(self.tokenizer, self.spec.overflow)
+        return shortener.shorten(draft.content, len(draft.token_ids or ()) - most, attempt)
 
 
-def _caught(function: Any, *arguments: Any) -> Any:
+# What is asked of the context where nobody says how a row is sampled.
+_ONE_TOKEN = SamplingParams(max_tokens=1)
+
+
+def _too_long(draft: Draft, limits: _Limits) -> str:
+    room = least_room(limits.sampling)
+    answer = "at least one of them" if room == 1 else f"at least {room} of them (sampling.min_tokens)"
+    return (
+        f"the prompt has {len(draft.token_ids or ())} tokens and the context holds {limits.max_model_len}, "
+        f"{answer} for the answer; shorten the prompt or raise model.max_model_len"
+    )
+
+
+def _raise_error(draft: Draft) -> None:
+    if draft.error is not None:
+        raise RowFailure(draft.error.error_class, draft.error.message)
+
+
+def _row_notes(draft: Draft) -> tuple[str, ...]:
+    if not draft.control_tokens:
+        return ()
+    how = "kept as control tokens" if draft.marker is None else "read as plain text"
+    return (f"special_tokens_in_content: {draft.control_tokens} control tokens in the row's text {how}",)
+
+
+def _caught(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call for one row; whatever it raises becomes that row's error."""
     try:
         return function(*arguments)
@@ -330,12 +415,3 @@ def _without_marker(failure: RowFailure, marker: str | None) -> RowFailure:
     if marker is None:
         return failure
     return RowFailure(failure.error.error_class, failure.error.message.replace(marker, ""))
-
-
-def _said(error: Exception) -> str:
-    """A template's own message; for an error of another kind its name too."""
-    from jinja2 import TemplateError
-
-    message = " ".join(str(error).split())[:_SHOWN]
-    plain = type(error) is TemplateError or not message
-    return (message or type(error).__name__) if plain else f"{type(error).__name__}: {message}"

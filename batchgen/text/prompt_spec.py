@@ -19,11 +19,11 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "system_fallback": ("error", "prepend_to_user"),
     "bos": ("auto",),
     "special_tokens_in_content": ("escape", "allow", "error"),
-    "overflow": ("error",),
+    "overflow": ("error", "skip", "truncate_left", "truncate_right", "truncate_middle"),
 }
 _TEXTS = ("messages", "system", "user", "assistant_prefix", "chat_template")
-_ONLY_CHAT = ("messages", "system", "assistant_prefix", "chat_template", "chat_template_kwargs")
-_NOT_BUILT = ("tools", "images")
+_ONLY_CHAT = ("messages", "system", "assistant_prefix", "chat_template", "chat_template_kwargs", "tools")
+_NOT_BUILT = ("images",)
 # Arguments of the renderer itself; a job that sets one would change more than the template's variables.
 _RESERVED_KWARGS = frozenset(
     {
@@ -49,7 +49,7 @@ _RESERVED_KWARGS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """How a row becomes a prompt.
+    """How a row becomes a prompt: the `prompt` section, and the columns that `sampling` reads from a row.
 
     Args:
         mode: a conversation, plain text, or ids that are ready.
@@ -60,10 +60,13 @@ class PromptSpec:
         chat_template: text used instead of the tokenizer's own.
         chat_template_kwargs: more variables for the chat template.
         system_fallback: what to do where the chat template has no system turn.
+        tools: what the model may call: the list itself, or the column that holds it.
         bos: only `auto`: at most one is put first.
         special_tokens_in_content: what to do where a row's text spells a control token.
-        overflow: only `error`: a prompt that leaves no room to answer is an error of its row.
+        overflow: what to do with a prompt that leaves no room to answer.
         sources: columns that may hold the prompt where no setting names one; the first that a row has.
+        per_row: column of overrides (`sampling.per_row`).
+        turns: column of user turns that are answered one after another (`sampling.turns`).
     """
 
     mode: str = "chat"
@@ -74,10 +77,13 @@ class PromptSpec:
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     system_fallback: str = "error"
+    tools: str | tuple[Mapping[str, Any], ...] | None = None
     bos: str = "auto"
     special_tokens_in_content: str = "escape"
     overflow: str = "error"
     sources: tuple[str, ...] = ()
+    per_row: str | None = None
+    turns: str | None = None
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> PromptSpec:
@@ -95,6 +101,8 @@ class PromptSpec:
                 raise UsageError(f"prompt.{key}: unknown key{_nearest(key, known)}")
         _check_values(values)
         values["sources"] = tuple(values.get("sources", ()))
+        if isinstance(values.get("tools"), list):
+            values["tools"] = tuple(values["tools"])
         spec = cls(**values)
         _check_combination(spec)
         return spec if spec.sources else dataclasses.replace(spec, sources=_default_sources(spec))
@@ -105,6 +113,7 @@ class PromptSpec:
         return {
             **values,
             "chat_template_kwargs": dict(self.chat_template_kwargs),
+            "tools": list(self.tools) if isinstance(self.tools, tuple) else self.tools,
             "sources": list(self.sources),
         }
 
@@ -125,8 +134,14 @@ class PromptSpec:
         from batchgen.text.templates import JobTemplate
 
         by_setting = [(name, JobTemplate(name, source).columns) for name, source in self.templates().items()]
-        messages = [] if self.messages is None else [("prompt.messages", frozenset([self.messages]))]
-        return messages + by_setting
+        columns = {
+            "prompt.messages": self.messages,
+            "prompt.tools": self.tools,
+            "sampling.per_row": self.per_row,
+            "sampling.turns": self.turns,
+        }
+        named = [(key, frozenset([column])) for key, column in columns.items() if isinstance(column, str)]
+        return named + by_setting
 
     def bind(self, columns: Iterable[str]) -> PromptSpec:
         """Check the columns against the input's, and settle which of `sources` holds the prompt.
@@ -152,15 +167,27 @@ class PromptSpec:
         return dataclasses.replace(self, sources=(found,))
 
 
+def spec_from_sections(prompt: Mapping[str, Any], sampling: Mapping[str, Any]) -> PromptSpec:
+    """The two sections of a job file that say what is read from a row.
+
+    Raises:
+        UsageError: as `PromptSpec.from_dict`.
+    """
+    return PromptSpec.from_dict(
+        {**prompt, "per_row": sampling.get("per_row"), "turns": sampling.get("turns")}
+    )
+
+
 def _check_values(values: Mapping[str, Any]) -> None:
     for key, allowed in _ALLOWED.items():
         if key in values and values[key] not in allowed:
-            raise UsageError(
-                f"prompt.{key}: {values[key]!r} is not allowed or not built yet; use {' or '.join(allowed)}"
-            )
+            raise UsageError(f"prompt.{key}: {values[key]!r} is not allowed; use {' or '.join(allowed)}")
     for key in _TEXTS:
         if key in values and not isinstance(values[key], str):
             raise UsageError(f"prompt.{key}: {values[key]!r} is not text; put it in quotes")
+    tools = values.get("tools", ())
+    if not isinstance(tools, str) and not _are_tools(tools):
+        raise UsageError(f"prompt.tools: {tools!r} is not a column or a list of tools; each tool is a map")
     kwargs = values.get("chat_template_kwargs", {})
     if not isinstance(kwargs, Mapping):
         raise UsageError(f"prompt.chat_template_kwargs: {kwargs!r} is not a mapping of names to values")
@@ -169,9 +196,17 @@ def _check_values(values: Mapping[str, Any]) -> None:
             raise UsageError(f"prompt.chat_template_kwargs: {key!r} cannot be set here; remove it")
 
 
+def _are_tools(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(tool, Mapping) for tool in value)
+
+
 def _check_combination(spec: PromptSpec) -> None:
     if spec.messages is not None and spec.user is not None:
         raise UsageError("prompt.messages and prompt.user: both give the conversation; keep one")
+    if spec.turns is not None and spec.mode != "chat":
+        raise UsageError(f"sampling.turns: has no meaning with prompt.mode: {spec.mode}; remove it")
+    if spec.turns is not None and spec.user is not None:
+        raise UsageError("prompt.user and sampling.turns: both give the user's turns; keep one")
     meaningless = () if spec.mode == "chat" else _ONLY_CHAT
     for key in (*meaningless, *(("user",) if spec.mode == "tokens" else ())):
         if getattr(spec, key):
@@ -179,7 +214,7 @@ def _check_combination(spec: PromptSpec) -> None:
 
 
 def _default_sources(spec: PromptSpec) -> tuple[str, ...]:
-    if spec.messages is not None or spec.user is not None:
+    if spec.messages is not None or spec.user is not None or spec.turns is not None:
         return ()
     return {
         "chat": ("messages", "prompt"),

@@ -1,20 +1,18 @@
 """The job's own Jinja templates: `prompt.system`, `prompt.user`, `prompt.assistant_prefix`.
 
-Used by the prompt renderer. The chat template of a model is not one of these; transformers renders it.
+Used by the prompt renderer. The chat template of a model is not one of these; see `chat_template.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from batchgen.text.sandbox import LimitedEnvironment, TemplateLimit
 from batchgen.types import ErrorClass, RowFailure, UsageError
-
-# Against a loop that runs away; no model reads this much.
-MAX_CHARACTERS = 50_000_000
 
 
 class _NullValue(Exception):
@@ -25,17 +23,22 @@ class _BinaryValue(Exception):
     """An expression of a template is bytes; it would read as a Python literal."""
 
 
+class _NoNumber(Exception):
+    """An expression of a template is NaN or an infinity."""
+
+
 def _text_only(value: Any) -> Any:
     if value is None:
         raise _NullValue
     if isinstance(value, bytes):
         raise _BinaryValue
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _NoNumber
     return value
 
 
-_ENVIRONMENT = ImmutableSandboxedEnvironment(
-    undefined=StrictUndefined, keep_trailing_newline=True, finalize=_text_only
-)
+_ENVIRONMENT = LimitedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True, finalize=_text_only)
+_ENVIRONMENT.limit_filters()
 
 
 class JobTemplate:
@@ -62,10 +65,12 @@ class JobTemplate:
         """The text for one row.
 
         Raises:
-            RowFailure: `missing_column`, `null_prompt` (a null would read "None"), or `template`.
+            RowFailure: `missing_column`, `null_prompt` (a null would read "None"), `number_out_of_range`,
+                or `template`.
         """
+        _ENVIRONMENT.meter.begin()
         try:
-            return self._collect(columns)
+            return self._template.render(columns)
         except UndefinedError as error:
             raise RowFailure(ErrorClass.MISSING_COLUMN, self._undefined(columns, error)) from error
         except _NullValue as error:
@@ -79,22 +84,15 @@ class JobTemplate:
             raise RowFailure(
                 ErrorClass.TEMPLATE, f"{self.name}: a value is bytes, not text; decode it"
             ) from error
-        except RowFailure:
-            raise
+        except _NoNumber as error:
+            raise RowFailure(
+                ErrorClass.NUMBER_OUT_OF_RANGE,
+                f"{self.name}: a value is NaN or an infinity; correct the row, or do not write it out",
+            ) from error
+        except TemplateLimit as error:
+            raise RowFailure(ErrorClass.TEMPLATE, f"{self.name}: {error}") from error
         except Exception as error:
             raise RowFailure(ErrorClass.TEMPLATE, f"{self.name}: {type(error).__name__}: {error}") from error
-
-    def _collect(self, columns: Mapping[str, Any]) -> str:
-        pieces, length = [], 0
-        for piece in self._template.generate(columns):
-            pieces.append(piece)
-            length += len(piece)
-            if length > MAX_CHARACTERS:
-                raise RowFailure(
-                    ErrorClass.TEMPLATE,
-                    f"{self.name}: the text grew beyond {MAX_CHARACTERS} characters; is a loop endless?",
-                )
-        return "".join(pieces)
 
     def _undefined(self, columns: Mapping[str, Any], error: UndefinedError) -> str:
         reason = str(error)

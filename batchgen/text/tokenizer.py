@@ -1,4 +1,4 @@
-"""The tokenizer of a model: text to ids, ids to text, and rendering of its chat template.
+"""The tokenizer of a model: text to ids, ids to text, and the source of its chat template.
 
 Wraps a fast tokenizer of transformers, loaded from a local folder and never from the network. Used
 by the prompt renderer, the detokenizer and the stop checker in the engine worker, and by `validate`
@@ -187,34 +187,22 @@ class Tokenizer:
         spelling: str | None = self.backend.id_to_token(token_id)
         return spelling
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        template: str | None,
-        kwargs: Mapping[str, Any],
-        continue_final_message: bool,
-    ) -> str:
-        """The conversation as text, through transformers' sandboxed renderer.
+    def chat_source(self, template: str | None = None, *, with_tools: bool = False) -> str | None:
+        """The text of the chat template in effect; None for a tokenizer without one.
 
         Args:
-            messages: turns with `role` and mostly `content`.
-            template: used instead of the tokenizer's own.
-            kwargs: more variables for the template.
-            continue_final_message: leave the last turn open instead of opening an assistant's.
-
-        Raises:
-            Exception: whatever the template raises.
+            template: the job's own, or the name of one of several that the tokenizer has.
+            with_tools: whether tools are given: some tokenizers have a template of their own for that.
         """
-        text: str = self.hf.apply_chat_template(
-            list(messages),
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=not continue_final_message,
-            continue_final_message=continue_final_message,
-            **kwargs,
-        )
-        return text
+        if template is None and not self.hf.chat_template:
+            return None
+        source: str = self.hf.get_chat_template(template, tools=[{}] if with_tools else None)
+        return source
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What every chat template may read: the special tokens by their names, such as `bos_token`."""
+        return dict(self.hf.special_tokens_map)
 
 
 def encode_groups(backend: Any, texts: Sequence[str]) -> list[list[int]]:

@@ -64,3 +64,30 @@ def test_what_a_row_holds_cannot_steer_the_terminal(write_job: Write, capsys: Ca
 def test_a_row_that_is_not_there(write_job: Write, capsys: Captured, which: list[str], said: str) -> None:
     assert main(["show", write_job(), *which]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_rows_own_sampling(write_job: Write, capsys: Captured) -> None:
+    job = write_job(
+        "sampling: {per_row: s, max_tokens: 9}\n",
+        rows='{"prompt": "a", "s": {"temperature": 0.1}}\n{"prompt": "b", "s": {"temperature": Infinity}}\n',
+    )
+    assert main(["show", job]) == 0
+    text = capsys.readouterr().out
+    assert "\nsampling (* of this row)\n* temperature: 0.1\n  top_p: 0.9\n" in text
+    assert main(["show", job, "--row", "1", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["error"]["class"] == "invalid_param"
+    assert (shown["status"], shown["overridden"]) == ("error", [])
+
+
+def test_a_prompt_that_was_cut(write_job: Write, capsys: Captured) -> None:
+    job = write_job(
+        "prompt: {mode: completion, overflow: truncate_left}\nsampling: {max_tokens: 4}\n",
+        rows='{"prompt": "abcdefghijklmn"}\n',
+    )
+    assert main(["show", job, "--set", "model.max_model_len=12"]) == 0
+    text = capsys.readouterr().out
+    assert "\nprompt\nghijklmn\n" in text
+    assert "\n6 tokens were cut to make the prompt fit\n" in text
+    assert main(["show", job, "--set", "model.max_model_len=12", "--set", "prompt.overflow=skip"]) == 0
+    assert "\nskipped context_length: the prompt has 14 tokens" in capsys.readouterr().out

@@ -171,3 +171,23 @@ def test_a_base_model_has_no_chat_template(
     assert main(["validate", job, "--set", "model=base"]) == 2
     assert "prompt.mode: completion" in capsys.readouterr().err
     assert main(["validate", job, "--set", "model=base", "--set", "prompt.mode=completion"]) == 0
+
+
+def test_the_first_rows_are_tried(write_job: Write, capsys: Captured) -> None:
+    job = write_job("sampling: {per_row: s}\n", rows='{"prompt": "hi", "s": {"x": 1}}\n{"prompt": null}\n')
+    assert main(["validate", job]) == 0
+    assert (
+        "note: 2 of the first 2 rows cannot run and each becomes a row with status error; "
+        "prompts.jsonl line 1: invalid_param: column 's': 'x' is not a known key"
+    ) in capsys.readouterr().err
+
+
+def test_everything_the_template_refuses_is_said_at_once(write_job: Write, capsys: Captured) -> None:
+    silent = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    job = write_job(
+        f'prompt: {{chat_template: "{silent}", system: S, assistant_prefix: A, tools: [{{a: 1}}]}}\n'
+    )
+    assert main(["validate", job]) == 2
+    said = capsys.readouterr().err
+    for setting in ("system", "assistant_prefix", "tools"):
+        assert f"prompt.{setting}: the chat template" in said

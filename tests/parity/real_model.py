@@ -50,7 +50,7 @@ def prompts(count: int) -> list[list[int]]:
         turns = [{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)].format(problems[i])}]
         if i % 2 == 0:
             turns.insert(0, {"role": "system", "content": SYSTEM})
-        chats.append(tokenizer().render_chat(turns, template=None, kwargs={}, continue_final_message=False))
+        chats.append(tokenizer().hf.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
     return tokenizer().encode_batch(chats)
 
 

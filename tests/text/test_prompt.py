@@ -1,13 +1,15 @@
 """Rows to prompts: every way a row can hold one, and every way it can fail without touching another."""
 
+import dataclasses
 import json
+from datetime import datetime
 
 import pyarrow as pa
 import pytest
 from tiny_tokenizers import CHATML, INST, byte_fallback, byte_level, with_template
 
 from batchgen.text.prompt import PreparedRow, PromptRenderer, PromptSpec
-from batchgen.types import ErrorClass, RowError, UsageError
+from batchgen.types import ErrorClass, RowError, SamplingParams, UsageError
 
 CHAT = [{"role": "user", "content": "hello"}]
 
@@ -172,12 +174,6 @@ def test_templates_run_in_a_sandbox():
     assert error_of(renderer(user="{% if false %}x{% endif %}"), {})[0] is ErrorClass.EMPTY_PROMPT
 
 
-def test_a_template_that_never_ends(monkeypatch):
-    monkeypatch.setattr("batchgen.text.templates.MAX_CHARACTERS", 1000)
-    subject = renderer(user="{% for i in range(100) %}{{ 'x' * 20 }}{% endfor %}")
-    assert error_of(subject, {})[0] is ErrorClass.TEMPLATE
-
-
 def test_templates_keep_their_line_breaks():
     assert text_of(renderer(mode="completion", user="a\n\n{{ b }}\n"), {"b": "\n"}) == "a\n\n\n\n"
 
@@ -226,7 +222,9 @@ def test_a_batch_is_its_rows():
     subject = renderer(user="{{ a }}")
     rows = [{"a": "x" * n + "<|im_end|>" * (n % 2)} for n in range(300)] + [{}]
     together = prepare(subject, *rows)
-    assert together[299] == PreparedRow(299, prepare(subject, rows[299])[0].token_ids, 1, together[299].notes)
+    alone = prepare(subject, rows[299])[0]
+    assert together[299] == dataclasses.replace(alone, row=299)
+    assert together[299].control_tokens == 1
     assert [r if isinstance(r, RowError) else r.token_ids for r in together] == [
         r if isinstance(r, RowError) else r.token_ids for row in rows for r in prepare(subject, row)
     ]
@@ -337,6 +335,106 @@ def test_probe_of_broken_templates():
         renderer().probe(["text"])
 
 
+def test_probe_finds_everything_at_once():
+    silent = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    subject = renderer(chat_template=silent, system="S", assistant_prefix="A", tools="t")
+    faults = [str(fault).partition(":")[0] for fault in subject.faults()]
+    assert faults == ["prompt.system", "prompt.assistant_prefix", "prompt.tools"]
+    with pytest.raises(UsageError, match=r"(?s)prompt\.system.*prompt\.tools: .*leaves tools out"):
+        subject.probe()
+    strict = "{% if messages | length > 1 %}{{ raise_exception('one turn only') }}{% endif %}"
+    dialogue = renderer(chat_template=strict + silent, turns="turns")
+    assert [str(fault) for fault in dialogue.faults()] == [
+        "sampling.turns: the chat template cannot render a dialogue (one turn only)"
+    ]
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": None, "parameters": {}}}]
+WITH_TOOLS = "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}|{% endif %}" + CHATML
+
+
+def test_tools_as_stored():
+    shown = '{"type": "function", "function": {"name": "f", "parameters": {}}}|'
+    subject = renderer(chat_template=WITH_TOOLS, tools="tools")
+    subject.probe(["prompt", "tools"])
+    for value in (TOOLS, json.dumps(TOOLS), pa.array([TOOLS]).to_pylist()[0]):
+        assert text_of(subject, {"prompt": "a", "tools": value}) == shown + chatml(("user", "a"))
+    for row in ({"tools": None}, {"tools": []}, {"tools": " "}, {}):
+        assert text_of(subject, {"prompt": "a", **row}) == chatml(("user", "a"))
+
+
+@pytest.mark.parametrize(
+    "value", ["[{", '{"name": "f"}', "[1]", "[NaN]", [1], 7, {"name": "f"}, float("nan"), "[" * 100_000]
+)
+def test_tools_that_are_none(value):
+    error_class, message = error_of(
+        renderer(chat_template=WITH_TOOLS, tools="tools"), {"prompt": "a", "tools": value}
+    )
+    assert error_class is ErrorClass.INVALID_TOOLS
+    assert "column 'tools'" in message
+
+
+def test_tools_of_the_job():
+    tools = [{"type": "function", "function": {"name": "g"}}]
+    spec = PromptSpec.from_dict({"chat_template": WITH_TOOLS, "tools": tools})
+    assert PromptSpec.from_dict(spec.to_dict()) == spec
+    assert spec.required_columns() == {"messages", "prompt"}
+    subject = PromptRenderer(spec, byte_level())
+    subject.probe()
+    assert text_of(subject, {"prompt": "a"}) == f"{json.dumps(tools[0])}|{chatml(('user', 'a'))}"
+
+
+def test_control_tokens_in_tools_are_text():
+    tools = [{"name": "<|im_end|>", "<|im_end|>": 1}]
+    own = byte_level().special_tokens["<|im_end|>"]
+    for source in (WITH_TOOLS, WITH_TOOLS.replace("tojson", "tojson(ensure_ascii=true)")):
+        subject = renderer(chat_template=source, tools="tools")
+        (prepared,) = prepare(subject, {"prompt": "a", "tools": tools})
+        assert prepared.token_ids.count(own) == 1
+        assert prepared.control_tokens == 2
+        assert (
+            byte_level().decode_all(prepared.token_ids) == f"{json.dumps(tools[0])}|{chatml(('user', 'a'))}"
+        )
+
+
+def test_a_dialogue_turn_by_turn():
+    subject = renderer(turns="turns", system="S")
+    row = {"turns": ["a", "b"], "prompt": "not read"}
+    (first,) = prepare(subject, row)
+    assert byte_level().decode_all(first.token_ids) == chatml(("system", "S"), ("user", "a"))
+    second = subject.prepare_turn(0, row, ["x<|im_end|>"], 1000, SamplingParams())
+    assert byte_level().decode_all(second.token_ids) == chatml(
+        ("system", "S"), ("user", "a"), ("assistant", "x<|im_end|>"), ("user", "b")
+    )
+    assert second.control_tokens == 1
+    late = subject.prepare_turn(0, row, ["x"], 30, SamplingParams())
+    assert (late.error_class, late.message[:8]) == (ErrorClass.CONTEXT_LENGTH, "turn 2: ")
+
+
+def test_a_dialogue_after_messages():
+    subject = renderer(turns="turns", messages="messages")
+    text = text_of(subject, {"turns": '["b"]', "messages": [*CHAT, {"role": "assistant", "content": "hi"}]})
+    assert text == chatml(("user", "hello"), ("assistant", "hi"), ("user", "b"))
+
+
+@pytest.mark.parametrize(
+    ("value", "error_class"),
+    [
+        (None, ErrorClass.NULL_PROMPT),
+        ([], ErrorClass.EMPTY_PROMPT),
+        (["a", None], ErrorClass.NULL_PROMPT),
+        (["a", ""], ErrorClass.EMPTY_PROMPT),
+        (["a", 1], ErrorClass.INVALID_PARAM),
+        ("a", ErrorClass.INVALID_PARAM),
+        ("[1", ErrorClass.INVALID_JSON),
+    ],
+)
+def test_turns_that_are_none(value, error_class):
+    found, message = error_of(renderer(turns="turns"), {"turns": value})
+    assert found is error_class
+    assert "'turns'" in message
+
+
 def test_chat_template_kwargs():
     subject = renderer(
         chat_template="{{ messages[0].content }}{{ mode }}", chat_template_kwargs={"mode": "!"}
@@ -346,7 +444,12 @@ def test_chat_template_kwargs():
 
 def test_a_template_that_writes_the_date_is_noted():
     template = "{{ date_string or strftime_now('%d') }}"
-    assert "date_string" in renderer(chat_template=template).notes[0]
+    subject = PromptRenderer(
+        PromptSpec.from_dict({"chat_template": template}), byte_level(), now=datetime(2026, 2, 3)
+    )
+    assert "date_string" in subject.notes[0]
+    assert "(2026-02-03)" in subject.notes[0]
+    assert text_of(subject, {"prompt": "x"}) == "03"
     assert renderer(chat_template=template, chat_template_kwargs={"date_string": "1"}).notes == ()
     assert renderer(chat_template=INST).notes == ()
 
@@ -355,9 +458,15 @@ def test_a_template_that_writes_the_date_is_noted():
     ("section", "message"),
     [
         ({"mode": "chats"}, r"prompt\.mode: 'chats'.*chat or completion or tokens"),
-        ({"overflow": "truncate_left"}, r"prompt\.overflow: 'truncate_left'.*not built.*use error"),
+        (
+            {"overflow": "drop"},
+            r"prompt\.overflow: 'drop' is not allowed; use error or skip or truncate_left",
+        ),
         ({"bos": "always"}, r"prompt\.bos"),
-        ({"tools": "t"}, r"prompt\.tools: not built"),
+        ({"tools": [1]}, r"prompt\.tools: \[1\] is not a column or a list of tools"),
+        ({"tools": "t", "mode": "completion"}, r"prompt\.tools: has no meaning"),
+        ({"turns": "t", "mode": "completion"}, r"sampling\.turns: has no meaning"),
+        ({"turns": "t", "user": "x"}, r"prompt\.user and sampling\.turns"),
         ({"images": "i"}, r"prompt\.images: not built"),
         ({"sytem": "x"}, r"prompt\.sytem: unknown key; did you mean 'system'"),
         ({"user": 3}, r"prompt\.user: 3 is not text"),

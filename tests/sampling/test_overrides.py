@@ -1,0 +1,107 @@
+"""A row's own sampling: what it may say, and what it is told when it says something else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from batchgen.sampling.overrides import RowSampling
+from batchgen.sampling.resolve import resolve_sampling
+from batchgen.types import ErrorClass, RowFailure, SamplingParams
+
+SECTION = {
+    "temperature": 0.5,
+    "top_p": None,
+    "max_tokens": 20,
+    "min_tokens": 2,
+    "stop": ["."],
+    "per_row": "s",
+}
+DEFAULTS = {"top_p": 0.9}
+
+
+def of_row(value: Any) -> SamplingParams:
+    return RowSampling(SECTION, DEFAULTS, "s").of_row({"s": value})
+
+
+def refused(value: Any) -> str:
+    with pytest.raises(RowFailure) as failure:
+        of_row(value)
+    assert failure.value.error.error_class is ErrorClass.INVALID_PARAM
+    return failure.value.error.message
+
+
+@pytest.mark.parametrize("value", [None, {}, "", "{}", {"temperature": None}])
+def test_a_row_that_says_nothing_is_the_jobs(value: Any) -> None:
+    assert of_row(value) == SamplingParams(
+        temperature=0.5, top_p=0.9, max_tokens=20, min_tokens=2, stop=(".",)
+    )
+    assert RowSampling(SECTION, DEFAULTS, "s").of_row({}) == of_row(None)
+
+
+def test_overrides() -> None:
+    given = {
+        "temperature": 0,
+        "max_tokens": 30.0,
+        "stop": "x",
+        "stop_token_ids": [3],
+        "seed": 7,
+        "ignore_eos": True,
+    }
+    expected = SamplingParams(
+        temperature=0.0,
+        top_p=0.9,
+        max_tokens=30,
+        min_tokens=2,
+        stop=("x",),
+        stop_token_ids=(3,),
+        seed=7,
+        ignore_eos=True,
+    )
+    for value in (given, json.dumps(given)):
+        assert of_row(value) == expected
+    assert of_row({"top_p": 1, "stop": []}).top_p == 1.0
+
+
+def test_rows_without_a_column() -> None:
+    assert RowSampling({}, {}, None).of_row({"s": {"temperature": 9}}) == resolve_sampling({}, {})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"temperature": float("inf")}, "column 's': temperature: inf is not allowed; use 0 or more"),
+        ('{"temperature": Infinity}', "column 's': temperature: inf is not allowed; use 0 or more"),
+        ('{"top_p": NaN}', "column 's': top_p: nan is not allowed; use a number above 0 and up to 1"),
+        ({"temperature": "hot"}, "column 's': temperature: 'hot' is not allowed; use a number"),
+        ({"temperature": True}, "column 's': temperature: True is not allowed; use a number"),
+        ({"max_tokens": 1.5}, "column 's': max_tokens: 1.5 is not allowed; use a whole number"),
+        ({"max_tokens": float("nan")}, "column 's': max_tokens: nan is not allowed; use a whole number"),
+        ({"max_tokens": 0}, "column 's': max_tokens: 0 is not allowed; use 1 or more"),
+        ({"max_tokens": 1}, "column 's': min_tokens: 2 is not allowed; use a number from 0 to max_tokens"),
+        ({"ignore_eos": 1}, "column 's': ignore_eos: 1 is not allowed; use true or false"),
+        ({"stop": [""]}, "column 's': stop: ('',) is not allowed; use non-empty strings"),
+        ({"stop": [1]}, "column 's': stop: [1] is not allowed; use a list of non-empty strings"),
+        (
+            {"stop_token_ids": [True]},
+            "column 's': stop_token_ids: [True] is not allowed; use a list of token ids",
+        ),
+        ({"temprature": 1}, "column 's': 'temprature' is not a known key; did you mean temperature?"),
+        ({"zzz": 1}, "column 's': 'zzz' is not a known key; known are temperature, top_p, "),
+        ({"turns": 1}, "column 's': turns is the job's to set, not a row's; remove it"),
+        ([1], "column 's' holds list, not an object of overrides such as {temperature: 0.5}"),
+        (float("nan"), "column 's' holds NaN or an infinity, not an object"),
+        ("{", "column 's' should hold an object of overrides as JSON, but: Expecting"),
+        ("[" * 100_000, "column 's' should hold an object of overrides as JSON, but: nested too deeply"),
+    ],
+)
+def test_what_is_not_allowed(value: Any, message: str) -> None:
+    assert refused(value).startswith(message)
+
+
+def test_what_comes_later_says_so() -> None:
+    known = set(SamplingParams.__dataclass_fields__)
+    for key in {"n", "logprobs", "logit_bias", "structured"} - known:
+        assert refused({key: 1}) == f"column 's': {key} is not available in this version; remove it"
