@@ -55,7 +55,7 @@ class Assembler:
             self._records(part, settings),
             job.plan,
             job.manifest.compression,
-            lambda: job.claims.check(job.epoch),
+            job.still_owner,
             sum(done.length for done in part.done.values() if isinstance(done, Location)),
             change=0 if replaced is None else replaced.change,
             settings=settings,

@@ -8,7 +8,6 @@ is void. Making a folder is the one step that only a single process can win, on 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -16,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchgen.job.files import OS_FILES, FileOps, atomic_write, storage
+from batchgen.job.files import OS_FILES, FileOps, atomic_write, open_existing, read_file, storage
 from batchgen.job.folder import JobFolder
 from batchgen.job.journal import SegmentName
+from batchgen.job.linelog import decode_line, encode_line
 from batchgen.types import OwnershipError
 
 
@@ -81,7 +81,7 @@ class Claims:
             self._files.fsync_folder(self._folder.claims)
         accepted = self._measure(self.latest())
         record = {"epoch": epoch, "accepted": accepted, "owner": dict(owner)}
-        atomic_write(place / "claim.json", json.dumps(record, indent=1).encode(), self._files)
+        atomic_write(place / "claim.json", encode_line(record), self._files)
         return Claim(epoch, accepted)
 
     def accepted_now(self) -> dict[str, int]:
@@ -92,7 +92,7 @@ class Claims:
         """Files of the journal that no claim accepts: written by owners that had lost the job."""
         return [
             path
-            for path in self._folder.journal.iterdir()
+            for path in map(self._folder.journal.joinpath, self._files.listdir(self._folder.journal))
             if (name := SegmentName.parse(path.name)) is None
             or (name.epoch < claim.epoch and path.name not in claim.accepted)
         ]
@@ -108,22 +108,22 @@ class Claims:
         accepted: dict[str, int] = {}
         if base is None:
             return accepted
-        for path in sorted(self._folder.journal.glob("*.seg")):
+        for path in map(self._folder.journal.joinpath, sorted(self._files.listdir(self._folder.journal))):
             name = SegmentName.parse(path.name)
             if name is None:
                 continue
             if path.name in base.accepted:
                 accepted[path.name] = base.accepted[path.name]
             elif name.epoch == base.epoch:
-                # The owner removes segments while somebody only looks.
-                with contextlib.suppress(FileNotFoundError):
-                    accepted[path.name] = _synced_size(path, self._files) if sync else path.stat().st_size
+                size = _synced_size(path, self._files) if sync else _size(path)
+                if size is not None:
+                    accepted[path.name] = size
         return accepted
 
     def _epochs(self) -> list[int]:
         with storage(self._folder.claims):
             try:
-                return [int(name) for name in os.listdir(self._folder.claims) if name.isdecimal()]
+                return [int(name) for name in self._files.listdir(self._folder.claims) if name.isdecimal()]
             except FileNotFoundError:
                 return []
 
@@ -133,16 +133,29 @@ class Claims:
         # not void what it accepted.
         with storage(path, action="read"):
             try:
-                record = json.loads(path.read_bytes())
-                return Claim(record["epoch"], record["accepted"])
-            except (FileNotFoundError, ValueError, KeyError):
+                record = decode_line(read_file(self._files, path).removeprefix(b"\n"))
+            except FileNotFoundError:
                 return None
+        return None if record is None else Claim(record["epoch"], record["accepted"])
 
 
-def _synced_size(path: Path, files: FileOps) -> int:
-    """Size of a segment, all of it forced to disk: its writer may have died before its own fsync."""
+def _size(path: Path) -> int | None:
+    """Size of a segment; None if its owner has removed it."""
+    with storage(path, action="read"), contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return None
+
+
+def _synced_size(path: Path, files: FileOps) -> int | None:
+    """Size of a segment, all of it forced to disk: its writer may have died before its own fsync.
+
+    None for one that cannot be found: its rows are computed again.
+    """
     with storage(path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fd = open_existing(files, path)
+        except FileNotFoundError:
+            return None
         try:
             size = os.fstat(fd).st_size
             files.fsync(fd)

@@ -18,10 +18,12 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchgen.job.files import OS_FILES, FileOps, storage
+from batchgen.job.files import OS_FILES, FileOps, rename_over, storage
+from batchgen.types import UsageError
 
 PART_NAME = re.compile(r"part-(\d{6,})(\.parquet|\.jsonl(?:\.(?:zst|gz))?)")
 TEMPORARY = ".tmp-"
@@ -111,30 +113,59 @@ class JobFolder:
             with storage(folder):
                 files.fsync_folder(folder)
 
-    def quarantined(self, path: Path) -> Path:
+    def quarantined(self, path: Path, files: FileOps = OS_FILES) -> Path:
         """Move a file that is not ours or is damaged out of the way; returns where it went."""
         with storage(path):
             target, number = self.quarantine / path.name, 1
             while target.exists():
                 target = self.quarantine / f"{path.name}.{number}"
                 number += 1
-            os.replace(path, target)
+            rename_over(files, path, target)
         return target
 
-    def clear(self) -> None:
+    def refuse_foreign(self) -> None:
+        """Leave a folder alone that no job has made, and one that reaches out of itself.
+
+        Raises:
+            UsageError: it holds files that a job would replace, or part of it is a symbolic link.
+        """
+        for folder in (self.data, self.internal, *(self.internal / name for name in _WRITTEN_BY_RUN)):
+            if folder.is_symlink():
+                raise UsageError(
+                    f"{folder}: is a symbolic link, and results stay in their folder; make it a real folder, "
+                    "or let output.path itself be the link"
+                )
+        if self.internal.is_dir():
+            return
+        ours = [path for path in (self.manifest, self.success, self.resolved_job) if path.exists()]
+        if self.data.is_dir():
+            ours += [path for path in self.data.iterdir() if PART_NAME.fullmatch(path.name)]
+        if ours:
+            raise UsageError(
+                f"{self.root}: is not the output folder of a job (it has no .batchgen folder), and {ours[0]} "
+                "would be in the way; choose another output.path, or move that away"
+            )
+
+    def clear(self, still_owner: Callable[[], None]) -> None:
         """Remove everything that a job wrote, for `--overwrite`; claims stay, so that epochs go on.
 
         The manifest goes first: without it nothing that is left counts, see `forget_job`.
+
+        Args:
+            still_owner: raises when another process has taken over; asked before each step.
         """
         with storage(self.root):
             reports = (self.root / name for name in REPORTS)
             for path in (self.manifest, self.success, self.resolved_job, *reports):
+                still_owner()
                 path.unlink(missing_ok=True)
             for path in list(self.data.iterdir()):
                 if PART_NAME.fullmatch(path.name) or path.name.startswith(TEMPORARY):
+                    still_owner()
                     path.unlink()
             for name in _WRITTEN_BY_RUN:
                 if name != "claims":
+                    still_owner()
                     shutil.rmtree(self.internal / name, ignore_errors=True)
                     (self.internal / name).mkdir(exist_ok=True)
 

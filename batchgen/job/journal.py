@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from batchgen.job.files import OS_FILES, FileOps, disk_full, storage, storage_error
+from batchgen.job.files import OS_FILES, FileOps, disk_full, open_existing, read_file, storage, storage_error
 from batchgen.types import StorageError
 
 # 0xff never occurs in UTF-8, so no text contains the magic.
@@ -348,8 +348,7 @@ def read_segment(
     """Intact records within the first `length` bytes; a segment that is gone has none."""
     path = folder / name
     try:
-        with path.open("rb") as file:
-            data = file.read(length)
+        data = read_file(OS_FILES, path, length)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -404,5 +403,5 @@ class JournalReader:
     def _descriptor(self, name: str) -> int:
         if self._open[0] != name:
             self.close()
-            self._open = (name, os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC))
+            self._open = (name, open_existing(OS_FILES, self._folder / name))
         return self._open[1]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from batchgen.job.files import OS_FILES, FileOps, storage, write_all
+from batchgen.job.files import OS_FILES, FileOps, open_existing, storage, write_all
 
 _CHECKSUM_CHARS = 8
 
@@ -62,9 +62,11 @@ class LineLog:
 
 
 def encode_line(record: Mapping[str, Any]) -> bytes:
-    """One line: CRC-32 of the JSON in hexadecimal, a space, the JSON."""
+    """One line: CRC-32 of the JSON in hexadecimal, a space, the JSON. A blank line goes ahead of it, so that
+    a line break that is damaged joins no two records.
+    """
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
-    return b"%08x %s\n" % (zlib.crc32(text), text)
+    return b"\n%08x %s\n" % (zlib.crc32(text), text)
 
 
 def read_lines(path: Path, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
@@ -74,9 +76,11 @@ def read_lines(path: Path, damaged: list[str] | None = None) -> Iterator[dict[st
         path: the file.
         damaged: gets a sentence for each line that is left out.
     """
-    with storage(path, action="read"), path.open("rb") as file:
+    with storage(path, action="read"), os.fdopen(open_existing(OS_FILES, path), "rb") as file:
         for number, line in enumerate(file, 1):
-            record = _decode_line(line)
+            if line == b"\n":
+                continue
+            record = decode_line(line)
             if record is not None:
                 yield record
             elif damaged is not None:
@@ -99,7 +103,8 @@ def log_name(epoch: int, kind: str = "e") -> str:
     return f"{kind}{epoch:06d}.jsonl"
 
 
-def _decode_line(line: bytes) -> dict[str, Any] | None:
+def decode_line(line: bytes) -> dict[str, Any] | None:
+    """The record of one line; None for one that is torn or damaged."""
     checksum, text = line[:_CHECKSUM_CHARS], line[_CHECKSUM_CHARS + 1 : -1]
     if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
         return None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import batchgen
 from batchgen.job.changes import Change, latest_drift, now_text, of_epoch
-from batchgen.job.files import atomic_write, storage
+from batchgen.job.files import OS_FILES, anyone, atomic_write, read_file, storage
 from batchgen.job.folder import JobFolder
 from batchgen.types import StorageError, UsageError
 
@@ -74,10 +75,17 @@ class Manifest:
             self.epochs.append((epoch, now))
         return now
 
-    def save(self, folder: JobFolder) -> None:
-        """Replace `manifest.json`. Raises StorageError."""
-        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
-        atomic_write(folder.manifest, text.encode(errors="surrogatepass"))
+    def save(self, folder: JobFolder, still_owner: Callable[[], None] = anyone) -> None:
+        """Replace `manifest.json`. Raises StorageError, and whatever `still_owner` raises."""
+        data = asdict(self)
+        text = json.dumps({**data, "checksum": checksum(data)}, indent=1, ensure_ascii=False)
+        atomic_write(folder.manifest, text.encode(errors="surrogatepass"), OS_FILES, still_owner)
+
+
+def checksum(data: Mapping[str, Any]) -> str:
+    """SHA-256 of everything else in the file, as canonical JSON."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def revision_name(path: str, revision: str | None) -> str:
@@ -104,7 +112,7 @@ def load_manifest(folder: JobFolder) -> Manifest | None:
     """
     try:
         with storage(folder.manifest, action="read"):
-            data = json.loads(folder.manifest.read_bytes().decode(errors="surrogatepass"))
+            data = json.loads(read_file(OS_FILES, folder.manifest).decode(errors="surrogatepass"))
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             return None
@@ -119,5 +127,10 @@ def load_manifest(folder: JobFolder) -> Manifest | None:
         raise UsageError(
             f"{folder.manifest}: written by batchgen {written_by} in a format that this version "
             f"({batchgen.__version__}) cannot continue; use that version, or choose another output.path"
+        )
+    if data.pop("checksum", None) != checksum(data):
+        raise StorageError(
+            f"{folder.manifest}: damaged (its checksum does not match); restore it from a copy, or start "
+            "over with --overwrite"
         )
     return Manifest(**{**data, "changes": [Change(**change) for change in data.get("changes", [])]})

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import os
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from batchgen.data.row_result import INCLUDED, TOKEN_IDS, RowResult, pack_ids
-from batchgen.job.files import storage
+from batchgen.job.files import OS_FILES, open_existing, storage
 from batchgen.types import ErrorClass, RowError, Status
 
 _READ_BYTES = 1024 * 1024
@@ -117,7 +118,7 @@ def open_lines(path: Path) -> Iterator[IO[bytes]]:
 
     try:
         with contextlib.ExitStack() as stack:
-            stream: Any = stack.enter_context(path.open("rb"))
+            stream: Any = stack.enter_context(os.fdopen(open_existing(OS_FILES, path), "rb"))
             if path.suffix == ".zst":
                 reader = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
                 stream = io.BufferedReader(reader, _READ_BYTES)

@@ -18,7 +18,7 @@ from typing import Any
 from batchgen.data.results import OutputPlan
 from batchgen.data.row import DIGEST_BYTES
 from batchgen.data.sink import Record, write_part
-from batchgen.job.files import OS_FILES, FileOps, storage, storage_error
+from batchgen.job.files import OS_FILES, FileOps, open_existing, rename_owned, storage, storage_error
 from batchgen.job.folder import PART_NAME, TEMPORARY, JobFolder
 from batchgen.job.linelog import LineLog, log_name, read_folder
 from batchgen.job.part_summary import PartSummary, Summariser, summarised
@@ -134,7 +134,7 @@ class PartStore:
         """
         # Listed before the records are read: a part that appears in between is not looked at.
         with storage(self._folder.data, action="read"):
-            names = sorted(os.listdir(self._folder.data))
+            names = sorted(self._files.listdir(self._folder.data))
         self.committed = recognise_parts(self._folder)
         expected = {commit.file for commit in self.committed.values()}
         for name in names:
@@ -199,10 +199,10 @@ class PartStore:
                 )
                 summary = summariser.result().to_json()
                 self._summaries.append([{"part": part, "digest": written.digest, "summary": summary}])
+                still_owner()
                 self._log.append([commit.to_json()])
                 self._log.sync()
-                still_owner()
-                os.replace(temporary, final)
+                rename_owned(self._files, temporary, final, still_owner)
                 self._files.fsync_folder(self._folder.data)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -242,7 +242,7 @@ def read_summaries(folder: JobFolder, damaged: list[str]) -> dict[str, PartSumma
 def file_digest(path: Path) -> str:
     """blake2b-16 of a file, in hexadecimal, as the sink computes it while writing."""
     total = blake2b(digest_size=DIGEST_BYTES)
-    with path.open("rb") as file:
+    with os.fdopen(open_existing(OS_FILES, path), "rb") as file:
         while chunk := file.read(_CHUNK):
             total.update(chunk)
     return total.hexdigest()

@@ -13,7 +13,7 @@ from batchgen.job.changes import of_epoch
 from batchgen.job.claims import Claim, Claims
 from batchgen.job.condition import DEFAULT, Condition
 from batchgen.job.drift import diff
-from batchgen.job.files import atomic_write, storage
+from batchgen.job.files import OS_FILES, atomic_write, storage
 from batchgen.job.folder import JobFolder
 from batchgen.job.index import InputIndex
 from batchgen.job.journal import JournalWriter, SegmentName
@@ -58,6 +58,10 @@ class OpenJob:
         known = [n for n in (self.limit, self.index.end, self.input_rows) if n is not None]
         return min(known, default=None)
 
+    def still_owner(self) -> None:
+        """Raises OwnershipError when another process has taken over."""
+        self.claims.check(self.epoch)
+
     def replacing(self, commit: PartCommit, anew: Anew = no_row, since: int = 0, change: int = 0) -> Replaced:
         """A committed part as one that is to be replaced."""
         return Replaced(commit, self.folder.data / commit.file, self.plan.to_json(), anew, since, change)
@@ -94,8 +98,7 @@ class OpenJob:
         manifest = self.manifest
         if not manifest.pinned:
             manifest.pinned, manifest.facts = dict(pinned), dict(facts)
-            self.claims.check(self.epoch)
-            manifest.save(self.folder)
+            manifest.save(self.folder, self.still_owner)
             return
         differences = diff(manifest.pinned, pinned)
         if differences:
@@ -183,10 +186,11 @@ def open_job(
     job.found = _replay(job, claim)
     for sentence in (*index.damaged, *map(str, job.found.dropped)):
         say(sentence)
-    still_owner()
-    manifest.save(folder)
+    manifest.save(folder, still_owner)
     if setup.retry is None:
-        atomic_write(folder.resolved_job, setup.resolved_job.encode(errors="surrogatepass"))
+        resolved = setup.resolved_job.encode(errors="surrogatepass")
+        atomic_write(folder.resolved_job, resolved, OS_FILES, still_owner)
+    still_owner()
     with storage(folder.success, action="removed"):
         folder.success.unlink(missing_ok=True)
     for commit in parts.committed.values():

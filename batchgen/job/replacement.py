@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchgen.data.results import RowResult
+from batchgen.data.row_result import RowResult
 from batchgen.job.part_reader import PartRow, read_part
 from batchgen.job.parts import PartCommit
 from batchgen.types import StorageError

@@ -17,7 +17,7 @@ from batchgen.job.attempts import Attempt
 from batchgen.job.claims import Claims
 from batchgen.job.drift import find_drift
 from batchgen.job.events import StopAsked
-from batchgen.job.files import atomic_write
+from batchgen.job.files import OS_FILES, atomic_write
 from batchgen.job.folder import JobFolder
 from batchgen.job.lease import Lease, Owner, acquire_lease
 from batchgen.job.manifest import load_manifest
@@ -65,6 +65,7 @@ def run_job(
         done = _already_complete(setup, options, folder)
         if done is not None:
             return done
+    folder.refuse_foreign()
     folder.create()
     _check_space(folder, options.min_free_disk)
     lease = acquire_lease(folder, options.lease_seconds, say)
@@ -124,19 +125,20 @@ def _run_owned(
     report: Callable[[Progress], None],
     say: Callable[[str], None],
 ) -> RunResult:
-    if options.overwrite:
-        folder.clear()
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    lost = OwnershipError(f"{folder.root}: another process has taken over this run; let it finish")
+    # Before anything that takes time, such as clearing a large folder.
+    lease.start(lambda: events.put(StopAsked(str(lost), lost)))
     claims = Claims(folder)
     owner = Owner.myself(locked=False)
     claim = claims.take({"host": owner.host, "pid": owner.pid})
     claims.forget_before(claim.epoch)
+    if options.overwrite:
+        folder.clear(lambda: claims.check(claim.epoch))
     attempt = Attempt(claim.epoch, devices=options.workers, gpu_hour=options.gpu_hour)
     attempt.save(folder)
     tell = partial(_tell, attempt, say)
-    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     running: list[Supervisor] = []
-    lost = OwnershipError(f"{folder.root}: another process has taken over this run; let it finish")
-    lease.start(lambda: events.put(StopAsked(str(lost), lost)))
     try:
         with stop_signals(lambda name: events.put(StopAsked(name)), partial(_abandon, running)):
             job = open_job(setup, folder, claim, tell, accept_drift=options.accept_drift)
@@ -184,10 +186,10 @@ def _finish(job: OpenJob, options: RunOptions, stopped: str | None) -> RunResult
     job.claims.check(job.epoch)
     job.drop_journal()
     success = {"rows": rows, "parts": len(job.parts.committed), "whole_input": rows == job.index.end}
-    atomic_write(job.folder.success, json.dumps(success).encode() + b"\n")
+    atomic_write(job.folder.success, json.dumps(success).encode() + b"\n", OS_FILES, job.still_owner)
     # Last, so that a retry killed before this is continued, and finds nothing left to do.
     if finish_retry(job.manifest):
-        job.manifest.save(job.folder)
+        job.manifest.save(job.folder, job.still_owner)
     return _complete(job.counts, options, f"complete: all {rows:,} rows have a result")
 
 

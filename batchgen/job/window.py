@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchgen.data.prompt_values import prompt_values
-from batchgen.data.results import RowResult
 from batchgen.data.row import PartIndexEntry, PartIndexer, Position, Row
+from batchgen.data.row_result import RowResult
 from batchgen.data.source import InputSet
 from batchgen.job.index import InputIndex, changed_input
 from batchgen.job.journal import Location

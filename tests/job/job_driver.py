@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from batchgen.data.results import DEFAULT_INCLUDE, BatchLabels, plan_output
 from batchgen.data.row_result import INCLUDED
 from batchgen.data.sink import part_suffix
 from batchgen.data.source import open_input
+from batchgen.job import lease
 from batchgen.job.files import FileOps
 from batchgen.job.fingerprints import Fingerprints
 from batchgen.job.retry import Retry
@@ -50,6 +52,8 @@ class Settings:
     worker: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     crash_at: int | None = None
+    freeze_at: int | None = None
+    elsewhere: bool = False
     retry: dict[str, Any] | None = None
     weights: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)
@@ -140,15 +144,32 @@ def start(settings: Settings) -> subprocess.Popen[str]:
 
 def crash_at(number: int) -> None:
     """End this process, as a kill would, in its n-th operation on files; a write is cut in half."""
+    at_operation(number, lambda: os._exit(CRASHED), half_written=True)
+
+
+def freeze_at(number: int) -> None:
+    """Stop this process, until somebody wakes it, right before its n-th operation on files."""
+    at_operation(number, lambda: os.kill(os.getpid(), signal.SIGSTOP), half_written=False)
+
+
+def elsewhere() -> None:
+    """Let this process be on another host, as far as leases can tell: no lock, no process ids in common."""
+    lease._boot_id = lambda: "another boot"  # type: ignore[assignment]
+    lease.socket.gethostname = lambda: "faraway"
+    lease._try_lock = lambda path: lease._NO_LOCKS
+
+
+def at_operation(number: int, act: Callable[[], None], *, half_written: bool) -> None:
+    """Call `act` before the n-th operation on files."""
     remaining = itertools.count(number, -1)
 
     def dying(real: Any, half: Any = None) -> Any:
         def operate(*arguments: Any) -> Any:
             if next(remaining) == 1:
-                if half is not None:
+                if half is not None and half_written:
                     *rest, data = arguments
                     half(*rest, data[: len(data) // 2])
-                os._exit(CRASHED)
+                act()
             return real(*arguments)
 
         return operate
@@ -166,6 +187,10 @@ def main() -> int:
     settings = Settings(**json.loads(sys.argv[1]))
     if settings.crash_at is not None:
         crash_at(settings.crash_at)
+    if settings.freeze_at is not None:
+        freeze_at(settings.freeze_at)
+    if settings.elsewhere:
+        elsewhere()
     setup = setup_of(settings)
     try:
         result = run_job(

@@ -172,7 +172,7 @@ def test_the_index_is_read_back_whatever_was_torn(tmp_path: Path) -> None:
     assert again.nearest_start(3) == after(2)
     assert again.nearest_start(2) == after(1)
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(lines[0] + b"x" + lines[1][1:])
+    path.write_bytes(b"".join([*lines[:3], b"x" + lines[3][1:]]))
     assert InputIndex(folder).nearest_start(2) == after(0)
 
 

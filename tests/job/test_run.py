@@ -198,7 +198,7 @@ def test_max_errors_finishes_and_exits_8(tmp_path: Path, most: float | None, cod
 
 def test_a_bad_row_can_stop_the_run_with_what_was_done_kept(tmp_path: Path) -> None:
     settings = job(tmp_path, options={"stop_on_bad_row": True}, max_num_seqs=1, part_rows=4)
-    with pytest.raises(InputError, match=r"row 16 is bad .*in.jsonl line 17.*fix the row"):
+    with pytest.raises(InputError, match=r"row 16 is bad .*in.jsonl line 17.*--accept-drift"):
         run_here(settings)
     settings.options = {}
     assert run_here(settings).exit_code == 0

@@ -15,6 +15,7 @@ from job_inputs import write_jsonl
 from batchgen.data.source import open_input
 from batchgen.job.folder import JobFolder
 from batchgen.job.lease import LeaseRecord, Owner
+from batchgen.job.manifest import checksum
 from batchgen.job.status import JobStatus, read_status
 from batchgen.job.verify import VerifyReport, verify_folder
 from batchgen.types import InputError, UsageError
@@ -178,6 +179,7 @@ def forge_fingerprint(data: Path) -> None:
     path = data.parent / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["fingerprints"]["result"]["sampling"]["temperature"] = 1.0
+    manifest["checksum"] = checksum({key: value for key, value in manifest.items() if key != "checksum"})
     path.write_text(json.dumps(manifest))
 
 
