@@ -28,7 +28,9 @@ def begun(tmp_path: Path, **changes: Any) -> Settings:
     path = tmp_path / "in.jsonl"
     if not path.exists():
         write_jsonl(path, 60)
-    settings = Settings(output=str(tmp_path / "out"), input=str(path), worker=FATAL, **changes)
+    settings = Settings(output=str(tmp_path / "out"), input=str(path), limit=20, **changes)
+    run_here(settings)
+    settings.limit, settings.worker = None, FATAL
     with pytest.raises(InputError, match="the card fell out"):
         run_here(settings)
     settings.worker = {}
@@ -81,7 +83,7 @@ def test_accepted_drift_keeps_finished_rows_and_is_recorded(tmp_path: Path) -> N
     report = verify_folder(folder.root, None, setup_of(settings).fingerprints)
     assert report.faults == []
     assert any(note.startswith(f"{len(recorded)} rows: accepted drift") for note in report.notes)
-    assert [a.change for a in read_attempts(folder)] == [0, 1]
+    assert [a.change for a in read_attempts(folder)] == [0, 0, 1]
     settings.options = {}
     assert "already complete" in run_here(settings).reason
     settings.temperature = 0.0
