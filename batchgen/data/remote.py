@@ -55,7 +55,13 @@ _VERSIONS = (
     "created",
 )
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
-_LASTING_NAMES = {"NoCredentialsError", "PartialCredentialsError", "InvalidURL", "RepositoryNotFoundError"}
+_LASTING_NAMES = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "InvalidURL",
+    "RepositoryNotFoundError",
+    "OfflineModeIsEnabled",
+}
 _WORTH_A_RETRY = {408, 425, 429}
 
 
@@ -101,7 +107,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         ) from e
     except Exception as e:
         raise UsageError(
-            f"input.path: {shown_url(url)} cannot be opened: {_reason(e)}; check the protocol and the address"
+            f"input.path: {shown_url(url)} cannot be opened: {_reason(e, url)}; check the address"
         ) from e
 
 
@@ -143,6 +149,7 @@ def find_remote(url: str) -> list[RemoteFile]:
 def list_folder(url: str) -> list[str]:
     """URLs of every file below a folder, sorted."""
     filesystem, path = open_filesystem(url)
+    filesystem.invalidate_cache()
     found = with_retries(lambda: filesystem.find(path), url)
     return sorted(_full_url(filesystem, name) for name in found)
 
@@ -193,7 +200,8 @@ class RangeReader:
         if size <= 0:
             return b""
         data: bytes = with_retries(
-            lambda: self._filesystem.cat_file(self._path, offset, offset + size, **self._options), self._url
+            lambda: self._filesystem.cat_file(self._path, start=offset, end=offset + size, **self._options),
+            self._url,
         )
         if len(data) > size:
             raise InputError(
@@ -217,16 +225,27 @@ def with_retries(call: Callable[[], T], url: str) -> T:
             return call()
         except BatchgenError:
             raise
-        except Exception as e:
+        except Exception as error:
+            e = _root(error)
             if _is_lasting(e):
                 raise InputError(_lasting_message(url, e)) from e
             if pause is None:
                 raise InputError(
                     f"{shown_url(url)}: cannot be read, {len(BACKOFF_SECONDS) + 1} attempts failed, the last "
-                    f"with: {_reason(e)}; check the network, then run the same command again"
+                    f"with: {_reason(e, url)}; check the network, then run the same command again"
                 ) from e
             time.sleep(pause)
     raise AssertionError("unreachable")
+
+
+def _root(error: Exception) -> Exception:
+    """What happened, where fsspec calls it a missing file: a refused connection, an answer of 403 or 500."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or isinstance(cause, FileNotFoundError):
+        return error
+    if isinstance(cause, OSError) or (isinstance(cause, Exception) and hasattr(cause, "status")):
+        return cause
+    return error
 
 
 def _is_lasting(error: Exception) -> bool:
@@ -240,9 +259,10 @@ def _lasting_message(url: str, error: Exception) -> str:
     shown = shown_url(url)
     if isinstance(error, FileNotFoundError):
         return f"input.path: {shown} cannot be read: there is no such file"
-    return f"input.path: {shown} cannot be read: {_reason(error)}; check the address and your credentials"
+    return f"input.path: {shown} cannot be read: {_reason(error, url)}; check address and credentials"
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, url: str) -> str:
     """One line, without secrets; some exceptions have no text of their own."""
-    return shown_text(str(error).strip().partition("\n")[0]) or type(error).__name__
+    text = str(error).strip().partition("\n")[0].replace(url, shown_url(url))
+    return shown_text(text) or type(error).__name__

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchgen.data.urls import shown_text
+from batchgen.data.urls import shown_text, shown_url
 from batchgen.types import UsageError
 
 KeyPath = tuple[str | int, ...]
@@ -85,7 +85,7 @@ def show_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     try:
-        text = shown_text(repr(value))
+        text = repr(shown_url(value)) if isinstance(value, str) else shown_text(repr(value))
     except (ValueError, RecursionError):
         return "a value too large to show"
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"

@@ -34,6 +34,23 @@ def test_numbers_keep_every_digit(number: str) -> None:
     assert encode(values) == f'{{"n": {number}}}'
 
 
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"a": 1, "b": {"c": 1, "d": 2, "c": 3}}', "the key 'c' occurs twice in one object"),
+        ('{"a": [NaN]}', "NaN is no JSON number; write null"),
+        ('{"a": -Infinity}', "-Infinity is no JSON number"),
+        ('{"a": "x\ty"}', "Invalid control character"),
+        ('{"a": 1} {"a": 2}', "Extra data"),
+    ],
+)
+def test_strict_json(line: str, problem: str) -> None:
+    with pytest.raises(RowFailure, match=problem) as caught:
+        LineDecoder(False, strict=True).decode(line.encode())
+    assert caught.value.error.error_class.value == "invalid_json"
+    assert LineDecoder(False, strict=True).decode(b'{"a": "x\\ty", "b": 1e5}').notes == ()
+
+
 def test_a_float_is_a_float_whatever_its_text() -> None:
     value = decode('{"n": 1.50}').values["n"]
     assert value == 1.5
