@@ -92,12 +92,10 @@ class RowResult(NamedTuple):
         return message if self.included is None else {**message, "included": dict(self.included)}
 
     @property
-    def size(self) -> int:
-        """Characters and bytes that it holds, roughly; a function of the result alone."""
-        total = len(self.generated_text or "")
-        for value in (self.included or {}).values():
-            total += len(value) if isinstance(value, str | bytes) else 0
-        return total
+    def included_size(self) -> int:
+        """Characters and bytes of what is included."""
+        values = (self.included or {}).values()
+        return sum(len(value) for value in values if isinstance(value, str | bytes))
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

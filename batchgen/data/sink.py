@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Protocol, cast
 
@@ -26,7 +26,7 @@ from batchgen.data.row import DIGEST_BYTES, Row
 from batchgen.types import StorageError, UsageError
 
 GROUP_ROWS = 1000
-GROUP_BYTES = 8 * 1024 * 1024
+GROUP_BYTES = 4 * 1024 * 1024
 COMPRESSIONS = {
     "parquet": ("zstd", "snappy", "gzip", "none"),
     "jsonl": ("zstd", "gzip", "none"),
@@ -37,6 +37,7 @@ _SUFFIXES = {"zstd": ".jsonl.zst", "gzip": ".jsonl.gz", "none": ".jsonl"}
 _LINE_CHARACTERS = 256 * 1024
 
 Record = tuple[Row, RowResult]
+OnGroup = Callable[[Sequence[Row], Sequence[RowResult]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ def write_part(
     compression: str = "zstd",
     group_rows: int = GROUP_ROWS,
     group_bytes: int = GROUP_BYTES,
+    on_group: OnGroup = lambda rows, results: None,
 ) -> WrittenPart:
     """Writes `records` to `path`, flushed to disk; keeps at most one row group in memory.
 
@@ -77,6 +79,7 @@ def write_part(
         compression: one of `COMPRESSIONS` of the format.
         group_rows: most rows in one Parquet row group.
         group_bytes: bytes of input and results with which a row group ends, even if it is of one row.
+        on_group: called with the rows and results of each group.
 
     Raises:
         StorageError: the file cannot be written.
@@ -89,7 +92,7 @@ def write_part(
             f"output.compression: {compression!r} is not supported for {plan.format}; "
             f"use {', '.join(allowed[:-1])} or {allowed[-1]}"
         )
-    groups = _Groups(records, group_rows, group_bytes)
+    groups = _Groups(records, group_rows, group_bytes, on_group)
     with HashingFile(path) as file:
         try:
             if plan.format == "parquet":
@@ -107,7 +110,8 @@ def write_part(
 class _Groups:
     """Cuts records into row groups, counting them; rows out of order must not reach the disk."""
 
-    def __init__(self, records: Iterable[Record], most_rows: int, most_bytes: int) -> None:
+    def __init__(self, records: Iterable[Record], most_rows: int, most_bytes: int, on_group: OnGroup) -> None:
+        self._on_group = on_group
         self._records = iter(records)
         self._most_rows = most_rows
         self._most_bytes = most_bytes
@@ -119,6 +123,7 @@ class _Groups:
             rows, results = self._next()
             if not rows:
                 return
+            self._on_group(rows, results)
             yield rows, results
 
     def _next(self) -> tuple[list[Row], list[RowResult]]:
@@ -133,7 +138,10 @@ class _Groups:
             last = row.ordinal
             rows.append(row)
             results.append(result)
-            size += row.size + result.size
+            text = result.generated_text
+            size += row.size + (0 if text is None else len(text))
+            if result.included is not None:
+                size += result.included_size
             if len(rows) >= self._most_rows or size >= self._most_bytes:
                 break
         self._last = last
@@ -143,7 +151,13 @@ class _Groups:
 
 def _write_parquet(file: HashingFile, groups: _Groups, plan: OutputPlan, compression: str) -> None:
     schema = plan.schema()
-    writer = pq.ParquetWriter(file, schema, compression=compression, compression_level=_LEVELS[compression])
+    writer = pq.ParquetWriter(
+        file,
+        schema,
+        compression=compression,
+        compression_level=_LEVELS[compression],
+        use_dictionary=_repeating(plan, schema),
+    )
     try:
         for rows, results in groups:
             table = pa.Table.from_arrays(result_arrays(plan, rows, results), schema=schema)
@@ -154,6 +168,12 @@ def _write_parquet(file: HashingFile, groups: _Groups, plan: OutputPlan, compres
             writer.close()
         raise
     writer.close()
+
+
+def _repeating(plan: OutputPlan, schema: pa.Schema) -> list[str]:
+    """Columns in which values may occur many times; a dictionary of texts that differ only takes space."""
+    unique = {plan.names.get(key) for key in ("row", "id", "generated_text", "prompt")}
+    return [field.name for field in schema if field.name not in unique and not pa.types.is_nested(field.type)]
 
 
 def _write_jsonl(file: HashingFile, groups: _Groups, plan: OutputPlan, compression: str) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from batchgen.job.recovery import OpenJob
 
 BATCH_ROWS = 500
-BATCH_BYTES = 4 * 1024 * 1024
+BATCH_BYTES = 2 * 1024 * 1024
 
 
 class Assembler:

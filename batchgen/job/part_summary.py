@@ -7,11 +7,12 @@ results where it is missing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
-from batchgen.data.results import RowResult
+from batchgen.data.row_result import RowResult
 from batchgen.job.histogram import Histogram
 from batchgen.text.visible import visible_line
 
@@ -109,54 +110,36 @@ class PartSummary:
         )
 
 
-class Summariser:
-    """Adds rows to a summary, many at a time where that is cheaper."""
+def add_results(summary: PartSummary, keys: Sequence[tuple[int, str]], results: Sequence[RowResult]) -> None:
+    """Count many rows at once, which costs little a row.
 
-    def __init__(self) -> None:
-        self._summary = PartSummary()
-        self._prompt: list[int] = []
-        self._output: list[int] = []
-
-    def add(self, row: int, row_id: str, result: RowResult) -> None:
-        """Count one row."""
-        summary = self._summary
-        summary.status[result.status] += 1
-        reasons = result.finish_reason if isinstance(result.finish_reason, list) else [result.finish_reason]
-        summary.finish_reasons.update(reason for reason in reasons if reason is not None)
+    Args:
+        summary: to add to.
+        keys: number and id of each row.
+        results: theirs.
+    """
+    summary.status.update([result.status for result in results])
+    reasons = [result.finish_reason for result in results]
+    if any(isinstance(reason, list) for reason in reasons):
+        reasons = list(chain.from_iterable(r if isinstance(r, list) else [r] for r in reasons))
+    summary.finish_reasons.update(reason for reason in reasons if reason is not None)
+    usages = [result.usage for result in results if result.usage is not None]
+    if usages:
+        prompt, output, truncated = zip(*usages, strict=True)
+        summary.prompt_tokens.add(prompt)
+        summary.output_tokens.add(output)
+        summary.truncated_rows += sum(count > 0 for count in truncated) if any(truncated) else 0
+        summary.truncated_tokens += sum(truncated)
+    for (row, row_id), result in zip(keys, results, strict=True):
         if result.error is not None:
             name = result.error.error_class.value
             summary.errors.setdefault(name, ErrorGroup()).add(row, row_id, result.error.message)
-        if result.usage is not None:
-            self._prompt.append(result.usage[0])
-            self._output.append(result.usage[1])
-            summary.truncated_rows += result.usage[2] > 0
-            summary.truncated_tokens += result.usage[2]
-        if len(self._prompt) >= _BATCH:
-            self._flush()
-
-    def result(self) -> PartSummary:
-        """Of all rows so far."""
-        self._flush()
-        return self._summary
-
-    def _flush(self) -> None:
-        self._summary.prompt_tokens.add(self._prompt)
-        self._summary.output_tokens.add(self._output)
-        self._prompt, self._output = [], []
 
 
 def summary_of(rows: Iterable[tuple[int, str, RowResult]]) -> PartSummary:
     """Of (row, id, result), lazily."""
-    summariser = Summariser()
-    for row, row_id, result in rows:
-        summariser.add(row, row_id, result)
-    return summariser.result()
-
-
-def summarised(
-    records: Iterable[tuple[Any, RowResult]], summariser: Summariser
-) -> Iterator[tuple[Any, RowResult]]:
-    """Pass records of a part on and count each. A record is (input row, result)."""
-    for row, result in records:
-        summariser.add(row.ordinal, row.id, result)
-        yield row, result
+    summary = PartSummary()
+    remaining = iter(rows)
+    while batch := list(islice(remaining, _BATCH)):
+        add_results(summary, [(row, row_id) for row, row_id, _ in batch], [result for *_, result in batch])
+    return summary

@@ -9,19 +9,20 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from batchgen.data.results import OutputPlan
-from batchgen.data.row import DIGEST_BYTES
+from batchgen.data.row import DIGEST_BYTES, Row
+from batchgen.data.row_result import RowResult
 from batchgen.data.sink import Record, write_part
 from batchgen.job.files import OS_FILES, FileOps, open_existing, rename_owned, storage, storage_error
 from batchgen.job.folder import PART_NAME, TEMPORARY, JobFolder
 from batchgen.job.linelog import LineLog, log_name, read_folder
-from batchgen.job.part_summary import PartSummary, Summariser, summarised
+from batchgen.job.part_summary import PartSummary, add_results
 from batchgen.job.run_stats import PARTS
 from batchgen.types import StorageError
 
@@ -44,10 +45,7 @@ class Counts:
 
     def count(self, status: str, usage: Sequence[int] | None) -> None:
         """Add one row."""
-        if status == "ok":
-            self.ok += 1
-        else:
-            setattr(self, status, getattr(self, status) + 1)
+        setattr(self, status, getattr(self, status) + 1)
         if usage is not None:
             self.prompt_tokens += usage[0]
             self.completion_tokens += usage[1]
@@ -175,10 +173,13 @@ class PartStore:
         """
         final = self._folder.part(part, self._suffix)
         temporary = final.with_name(f"{TEMPORARY}{final.name}-{uuid.uuid4().hex[:12]}")
-        counts, summariser = Counts(), Summariser()
-        counted = _counted(summarised(records, summariser), counts)
+        summary = PartSummary()
+
+        def count(rows: Sequence[Row], results: Sequence[RowResult]) -> None:
+            add_results(summary, [(row.ordinal, row.id) for row in rows], results)
+
         try:
-            written = write_part(temporary, counted, plan, compression=compression)
+            written = write_part(temporary, records, plan, compression=compression, on_group=count)
         except StorageError as error:
             if isinstance(error.__cause__, OSError):
                 raise storage_error(final, error.__cause__, size) from error
@@ -193,12 +194,12 @@ class PartStore:
                     written.bytes,
                     written.digest,
                     mtime,
-                    counts,
+                    _counts(summary),
                     change,
                     tuple(settings),
                 )
-                summary = summariser.result().to_json()
-                self._summaries.append([{"part": part, "digest": written.digest, "summary": summary}])
+                described = {"part": part, "digest": written.digest, "summary": summary.to_json()}
+                self._summaries.append([described])
                 still_owner()
                 self._log.append([commit.to_json()])
                 self._log.sync()
@@ -248,7 +249,7 @@ def file_digest(path: Path) -> str:
     return total.hexdigest()
 
 
-def _counted(records: Iterable[Record], counts: Counts) -> Iterator[Record]:
-    for row, result in records:
-        counts.count(result.status, result.usage)
-        yield row, result
+def _counts(summary: PartSummary) -> Counts:
+    ok, error, skipped = (summary.status[status] for status in ("ok", "error", "skipped"))
+    prompt, completion = summary.prompt_tokens.total, summary.output_tokens.total
+    return Counts(ok, error, skipped, int(prompt), int(completion))

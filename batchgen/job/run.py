@@ -15,6 +15,7 @@ from typing import Any
 
 from batchgen.job.attempts import Attempt
 from batchgen.job.claims import Claims
+from batchgen.job.collector import rare_collections
 from batchgen.job.drift import find_drift
 from batchgen.job.events import StopAsked
 from batchgen.job.files import OS_FILES, atomic_write
@@ -156,7 +157,8 @@ def _run_owned(
                     say=tell,
                 )
                 running.append(supervisor)
-                stopped = supervisor.run()
+                with rare_collections():
+                    stopped = supervisor.run()
                 result = _finish(job, options, stopped)
             finally:
                 job.close()
