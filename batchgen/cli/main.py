@@ -21,7 +21,19 @@ from batchgen.types import BatchgenError
 if TYPE_CHECKING:
     from batchgen.job.run_options import Launcher
 
-VERBS = ("run", "validate", "show", "status", "report", "retry", "verify", "schema", "version")
+VERBS = (
+    "run",
+    "validate",
+    "show",
+    "status",
+    "report",
+    "retry",
+    "verify",
+    "init",
+    "config",
+    "schema",
+    "version",
+)
 SECOND_INTERRUPT = 130
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,12 +108,11 @@ def _effective_sampling(
 
 def _row_sampling(spec: JobSpec, folder: Path | None, column: str | None) -> RowSampling:
     from batchgen.sampling.overrides import RowSampling
-    from batchgen.sampling.resolve import generation_defaults
+    from batchgen.sampling.resolve import generation_defaults, read_generation_config
 
     defaults: dict[str, Any] = {}
     if spec.model.generation_defaults == "model" and folder is not None:
-        file = folder / "generation_config.json"
-        defaults = generation_defaults(json.loads(file.read_text())) if file.is_file() else {}
+        defaults = generation_defaults(read_generation_config(folder))
     return RowSampling(spec.sampling.model_dump(), defaults, column)
 
 

@@ -7,13 +7,14 @@ URLs without what signs them, so that no secret reaches the output folder.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import yaml
 
 from batchgen.data.urls import shown_url
 from batchgen.job.faults import KeyPath
+from batchgen.job.origins import given_origins
 from batchgen.job.spec import SECTIONS, JobSpec
 from batchgen.job.yaml_loader import CORE_SCALARS, TAG
 
@@ -54,9 +55,18 @@ def resolved_dict(spec: JobSpec, conceal: Callable[[str, str], str] = as_written
 
 def resolved_yaml(spec: JobSpec) -> str:
     """The text of `job.resolved.yaml`; loads as the same job where nothing was redacted."""
-    return HEADER + yaml.dump(
-        resolved_dict(spec), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110
-    )
+    return HEADER + dump_yaml(resolved_dict(spec)) + _origins(spec)
+
+
+def dump_yaml(job: Mapping[str, Any]) -> str:
+    """A job as YAML that reads the same by the rules of YAML 1.1 and 1.2."""
+    return str(yaml.dump(dict(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110))
+
+
+def _origins(spec: JobSpec) -> str:
+    """Comments, so that the copy stays a job file."""
+    lines = [f"#   {key}: {origin}" for key, origin in given_origins(spec).items()]
+    return "\n".join(["# Where values were given; every other is a default.", *lines, ""])
 
 
 def _conceal(tree: Any, path: KeyPath, literal: str, conceal: Callable[[str, str], str]) -> None:

@@ -7,7 +7,9 @@ cannot change a half-finished job.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from batchgen.types import SamplingParams, UsageError
@@ -26,6 +28,26 @@ def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: generation_config.get(key) for key in NEUTRAL}
     given["temperature"] = 1.0 if given["temperature"] is None else given["temperature"]
     return {key: value for key, value in given.items() if value is not None}
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """A model folder's `generation_config.json`; empty where there is none.
+
+    Raises:
+        UsageError: it is not JSON.
+    """
+    file = folder / "generation_config.json"
+    try:
+        config = json.loads(file.read_bytes()) if file.is_file() else {}
+        if isinstance(config, dict):
+            return config
+        reason = "it holds no object"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise UsageError(
+        f"model.path: {file} cannot be read ({reason}); "
+        "download it again, or set model.generation_defaults: none"
+    )
 
 
 def unused_defaults(generation_config: Mapping[str, Any]) -> list[str]:

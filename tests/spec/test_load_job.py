@@ -111,7 +111,7 @@ def test_the_resolved_copy_loads_as_the_same_job(job_file: Write, tmp_path: Path
     text = resolved_yaml(spec)
     (tmp_path / "copy.yaml").write_text(text)
     again = load_job(tmp_path / "copy.yaml")
-    assert resolved_yaml(again) == text
+    assert resolved_yaml(again).partition("# Where")[0] == text.partition("# Where")[0]
     assert again.sampling == spec.sampling
     assert again.prompt == spec.prompt
 
