@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from batchgen.data.source import InputSet
     from batchgen.job.faults import Fault, KeyPath
     from batchgen.job.fingerprints import ModelFiles
+    from batchgen.job.selection import Selection
     from batchgen.job.spec import JobSpec
     from batchgen.models.source import ModelSource
     from batchgen.text.prompt import PromptRenderer
@@ -152,6 +153,7 @@ def open_job_input(spec: JobSpec) -> InputSet:
         unicode=spec.input.unicode,
         on_truncated=spec.input.on_truncated,
         strict_json=spec.input.strict_json,
+        where=spec.input.where,
     )
     if inputs.format == "openai_batch":
         inputs.close()
@@ -352,26 +354,47 @@ def _check_output_columns(spec: JobSpec, inputs: InputSet) -> list[str]:
 
 @dataclass(slots=True)
 class _Scan:
-    """What the first rows hold. `twice` names pairs of rows with one id."""
+    """What the first rows hold.
+
+    Args:
+        read: rows.
+        selected: of these, in the selection.
+        bad, first_bad: rows that cannot be read.
+        unanswered, first_unanswered: rows for which `input.where` has no answer.
+        twice: pairs of rows with one id.
+    """
 
     read: int = 0
+    selected: int = 0
     bad: int = 0
     first_bad: str = ""
+    unanswered: int = 0
+    first_unanswered: str = ""
     twice: list[str] = field(default_factory=list)
 
 
-def _scan(inputs: InputSet, limit: int, *, with_ids: bool) -> _Scan:
+def _scan(inputs: InputSet, selection: Selection, most: int, *, with_ids: bool) -> _Scan:
+    from batchgen.data.where import is_unanswered
+
     scan = _Scan()
     seen: dict[str, str] = {}
-    for row in islice(inputs.rows(), limit):
+    for row in islice(inputs.rows(), most if selection.stop is None else min(most, selection.stop)):
         scan.read += 1
-        if row.error is not None:
+        if not row.selected or row.ordinal < selection.first:
+            continue
+        scan.selected += 1
+        if row.error is not None and is_unanswered(row.error):
+            scan.unanswered += 1
+            scan.first_unanswered = scan.first_unanswered or row.error.message
+        elif row.error is not None:
             scan.bad += 1
             scan.first_bad = scan.first_bad or f"{_where(row)}: {row.error.message}"
         elif with_ids and row.id in seen:
             scan.twice.append(f"id {row.id!r} at {seen[row.id]} and {_where(row)}")
         elif with_ids:
             seen[row.id] = _where(row)
+        if scan.selected == selection.limit:
+            break
     return scan
 
 
@@ -379,10 +402,11 @@ def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> N
     """Look at the first rows: those that are bad, and, where a column holds ids, those that occur twice."""
     from batchgen.data.identity import AUTO_COLUMN
     from batchgen.data.source import WINDOW_ROWS
+    from batchgen.job.selection import Selection
 
     with_ids = inputs.options.id_column is not None or AUTO_COLUMN in inputs.columns()
-    limit = min(spec.input.limit or most, most if with_ids else WINDOW_ROWS)
-    scan = _scan(inputs, limit, with_ids=with_ids)
+    selection = Selection.of(spec.input.rows, spec.input.limit)
+    scan = _scan(inputs, selection, most if with_ids else min(most, WINDOW_ROWS), with_ids=with_ids)
     report.facts |= {"rows_read": scan.read, "bad_rows": scan.bad, "columns": list(inputs.columns())}
     report.notes += inputs.notes
     if not scan.read:
@@ -392,6 +416,14 @@ def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> N
         report.notes.append(
             f"{scan.bad} of the first {scan.read:,} rows cannot be read and each {fate}; {scan.first_bad}"
         )
+    if scan.unanswered:
+        _judge_unanswered(scan)
+        report.notes.append(
+            f"input.where has no answer for {scan.unanswered} of the first {scan.read:,} rows, which become "
+            f"error rows; {scan.first_unanswered}"
+        )
+    elif scan.read > selection.first and not scan.selected:
+        report.notes.append(f"none of the first {scan.read:,} rows is selected by input.where")
     if with_ids and scan.read == most:
         report.notes.append(f"only the first {most:,} rows were checked for ids that occur twice")
     if scan.twice:
@@ -400,6 +432,12 @@ def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> N
             f"input.id: ids must be distinct, but {'; '.join(scan.twice[:3])}{more}; "
             "remove one of each pair, or name another column in input.id"
         )
+
+
+def _judge_unanswered(scan: _Scan) -> None:
+    """An expression that says nothing of any row is wrong; of a few rows, the rows are."""
+    if scan.unanswered + scan.bad == scan.selected == scan.read:
+        raise UsageError(f"{scan.first_unanswered}; it has no answer for any of the first {scan.read:,} rows")
 
 
 def _where(row: Row) -> str:

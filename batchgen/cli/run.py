@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 @click.command("run", short_help="Run a job, or continue it where it stopped.")
 @JOB
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N rows (input.limit).")
+@click.option(
+    "--rows",
+    metavar="A:B",
+    help="Only rows A to B-1 of the input, from 0 (input.rows); A: and :B too.",
+)
 @SET
 @click.option("--overwrite", is_flag=True, help="Remove what the output folder holds and start over.")
 @click.option(
@@ -35,6 +40,7 @@ def command(
     launch: Launcher | None,
     job: Path,
     limit: int | None,
+    rows: str | None,
     sets: tuple[str, ...],
     overwrite: bool,
     accept_drift: bool,
@@ -49,15 +55,16 @@ def command(
     from batchgen.api.job import Job
     from batchgen.job.load import load_job
 
-    spec = load_job(job, [*sets, *_flags(limit, max_time, progress)])
+    spec = load_job(job, [*sets, *_flags(limit, rows, max_time, progress)])
     return Job.from_spec(spec).run(overwrite=overwrite, accept_drift=accept_drift, launch=launch).exit_code
 
 
-def _flags(limit: int | None, max_time: str | None, progress: str | None) -> list[Override]:
+def _flags(limit: int | None, rows: str | None, max_time: str | None, progress: str | None) -> list[Override]:
     from batchgen.job.load import Override
 
     given = {
         "--limit": ("input.limit", limit),
+        "--rows": ("input.rows", rows),
         "--max-time": ("run.max_time", max_time),
         "--progress": ("run.progress", progress),
     }

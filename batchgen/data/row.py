@@ -63,6 +63,8 @@ class Row:
         nonfinite: columns in which NaN or an infinity became null.
         size: bytes that the record takes in the input, roughly; a function of the input alone. Decides where
             row groups of the output end.
+        selected: whether `input.where` lets it through; one that it drops has no output row.
+        skipped: whether it stands for an earlier row of the same id (`input.duplicate_ids: keep_first`).
     """
 
     ordinal: int
@@ -76,6 +78,8 @@ class Row:
     notes: tuple[str, ...] = ()
     nonfinite: tuple[str, ...] = ()
     size: int = 0
+    selected: bool = True
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

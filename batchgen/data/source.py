@@ -16,6 +16,7 @@ from batchgen.data.line_reader import MAX_RECORD_BYTES
 from batchgen.data.openai_batch import ID_COLUMN
 from batchgen.data.row import Position, Row
 from batchgen.data.text_formats import check_endpoint, check_headers, open_text
+from batchgen.data.where import Where
 from batchgen.types import UsageError
 
 if TYPE_CHECKING:
@@ -39,13 +40,14 @@ class _Reader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How records are read. `id_column` None is `input.id: auto`."""
+    """How records are read. `id_column` None is `input.id: auto`; `where` is the text of `input.where`."""
 
     id_column: str | None = None
     unicode: str = "error"
     on_truncated: str = "stop"
     strict_json: bool = False
     max_record_bytes: int = MAX_RECORD_BYTES
+    where: str | None = None
 
     def __post_init__(self) -> None:
         if self.unicode not in {"error", "replace"}:
@@ -63,6 +65,7 @@ def open_input(
     on_truncated: str = "stop",
     strict_json: bool = False,
     max_record_bytes: int = MAX_RECORD_BYTES,
+    where: str | None = None,
 ) -> InputSet:
     """Opens the input of a job: checks every file's kind, Parquet footers and schemas, and CSV headers.
 
@@ -75,12 +78,13 @@ def open_input(
         on_truncated: stop or keep, for cut compressed files and JSON arrays.
         strict_json: duplicate keys, NaN and control characters are error rows instead of notes.
         max_record_bytes: a longer text record is an error row.
+        where: `input.where`; None selects every row.
 
     Raises:
-        UsageError: something that is not supported, or an id column that the input does not have.
+        UsageError: something that is not supported, a wrong `where`, or a column that the input lacks.
         InputError: a file is missing, unreadable, cut or corrupt.
     """
-    options = ReadOptions(id_column, unicode, on_truncated, strict_json, max_record_bytes)
+    options = ReadOptions(id_column, unicode, on_truncated, strict_json, max_record_bytes, where)
     files = find_files(paths, format)
     if id_column is None and files[0].format == "openai_batch":
         options = replace(options, id_column=ID_COLUMN)
@@ -101,6 +105,7 @@ class InputSet:
         self.options = options
         self.notes: list[str] = []
         self._identity = RowIdentity(options.id_column)
+        self._where: Where | None = None
         self._parked: list[_Reader] = []
         self._schema: pa.Schema | None = None
         self._columns: tuple[str, ...] | None = None
@@ -114,6 +119,14 @@ class InputSet:
         if self.format == "openai_batch":
             check_endpoint(self)
         self._check_id_column()
+        self._where = None if options.where is None else Where(options.where)
+        if self._where is not None:
+            self._where.require_columns(self.columns())
+
+    @property
+    def where(self) -> Where | None:
+        """What selects rows; None where all are."""
+        return self._where
 
     @property
     def format(self) -> str:
@@ -146,7 +159,7 @@ class InputSet:
         return islice(self.rows(), WINDOW_ROWS)
 
     def rows(self, start: Position | None = None) -> Iterator[Row]:
-        """Every row from `start` to the end of the input, lazily and in order.
+        """Every row from `start` to the end of the input, lazily and in order, with those not `selected`.
 
         Closing the iterator parks its reader, so that a later call for the rows that follow goes on there
         even where the file itself cannot be entered in the middle.
@@ -163,6 +176,8 @@ class InputSet:
             try:
                 reader.seek(position)
                 while (row := reader.read()) is not None:
+                    if self._where is not None:
+                        self._where.apply(row)
                     yield row
             except GeneratorExit:
                 self._park(reader)

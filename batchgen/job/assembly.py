@@ -48,6 +48,8 @@ class Assembler:
             OwnershipError: another process has taken over.
         """
         job = self._job
+        if not part.done:
+            return job.parts.commit_empty(part.part, part.span)
         replaced = job.replaced.get(part.part)
         settings: Runs = []
         commit = job.parts.commit(
@@ -59,6 +61,7 @@ class Assembler:
             sum(done.length for done in part.done.values() if isinstance(done, Location)),
             change=0 if replaced is None else replaced.change,
             settings=settings,
+            span=part.span,
         )
         job.replaced.pop(part.part, None)
         return commit
@@ -78,8 +81,9 @@ class Assembler:
         try:
             for batch in _batches(islice(rows, entry.rows), part):
                 indexer.add_all(batch)
-                self._note_changes(settings, part, batch)
-                yield from zip(batch, self._results(part, batch), strict=True)
+                selected = [row for row in batch if row.ordinal in part.done]
+                self._note_changes(settings, part, selected)
+                yield from zip(selected, self._results(part, selected), strict=True)
         finally:
             # Parks the reader, so that the next part goes on where this one ended.
             getattr(rows, "close", lambda: None)()

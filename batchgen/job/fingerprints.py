@@ -73,6 +73,7 @@ def fingerprint(spec: JobSpec, files: ModelFiles, input_files: Mapping[str, Any]
             "columns": job["input"]["columns"],
             "unicode": job["input"]["unicode"],
             "strict_json": job["input"]["strict_json"] or None,
+            "where": job["input"]["where"],
         },
         result={
             "format": FORMAT,

@@ -26,11 +26,13 @@ class InputIndex:
 
     Attributes:
         end: rows of the whole input, once a reader has reached its end.
+        rows_seen: rows of the input that have been read at least.
         damaged: sentences about lines that were left out.
     """
 
     def __init__(self, folder: JobFolder, epoch: int | None = None, files: FileOps = OS_FILES) -> None:
         self.end: int | None = None
+        self.rows_seen = 0
         self.damaged: list[str] = []
         self._entries: dict[int, PartIndexEntry] = {}
         self._starts: dict[int, Position] = {0: Position()}
@@ -110,13 +112,16 @@ class InputIndex:
             return
         if "end" in record:
             self.end = record["end"]
+            self.rows_seen = max(self.rows_seen, record["end"])
             return
         entry = PartIndexEntry.from_json(record["entry"])
         known = self._entries.get(entry.part)
         if known is None or known.rows < entry.rows:
             self._entries[entry.part] = entry
             self._starts[entry.part] = entry.start
-            self._starts[entry.part + 1] = Position.from_json(record["next"])
+            following = Position.from_json(record["next"])
+            self._starts[entry.part + 1] = following
+            self.rows_seen = max(self.rows_seen, following.ordinal)
 
 
 def changed_input(first: int, rows: int, name: str) -> InputError:

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from batchgen.data.where_syntax import parse as parse_where
 from batchgen.job.document import Document
 from batchgen.job.faults import KeyPath, dotted, raise_faults, show_value
 from batchgen.job.include import INCLUDE, expand_shorthands, read_layers
@@ -24,6 +25,7 @@ from batchgen.job.paths import resolve_paths
 from batchgen.job.spec import (
     REQUIRED,
     SECTIONS,
+    InputSpec,
     JobSpec,
     OutputSpec,
     PromptSection,
@@ -246,9 +248,14 @@ def _check_across(document: Document, sections: dict[str, Section | None]) -> No
         )
     if isinstance(prompt, PromptSection) and isinstance(sampling, SamplingSection):
         _check_prompt(document, prompt, sampling)
-    output = sections["output"]
+    output, given = sections["output"], sections["input"]
     if isinstance(output, OutputSpec):
         _check_output(document, output)
+    if isinstance(given, InputSpec) and given.where is not None:
+        try:
+            parse_where(given.where)
+        except UsageError as error:
+            document.fault(("input", "where"), str(error))
 
 
 def _check_output(document: Document, output: OutputSpec) -> None:

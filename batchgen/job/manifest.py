@@ -29,7 +29,7 @@ class Manifest:
         output_plan: `OutputPlan.to_json()`.
         part_rows: rows in one part.
         compression: of the parts.
-        limit: rows selected by the last attempt; None for all.
+        limit, rows: `input.limit` and `input.rows` of the last attempt; None for all.
         pinned: numeric choices that the first worker reported; empty until then.
         facts: versions and devices that it reported.
         changes: retries and accepted drifts, in order.
@@ -44,6 +44,7 @@ class Manifest:
     part_rows: int
     compression: str
     limit: int | None
+    rows: str | None = None
     pinned: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
@@ -56,6 +57,11 @@ class Manifest:
     @staticmethod
     def new_id() -> str:
         return uuid.uuid4().hex
+
+    @property
+    def has_where(self) -> bool:
+        """Whether the number of selected rows is only known when all have been looked at."""
+        return self.fingerprints["input"].get("where") is not None
 
     @property
     def open_retry(self) -> tuple[int, Change] | None:

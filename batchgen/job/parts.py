@@ -69,6 +69,7 @@ class PartCommit:
         counts: of its rows.
         change: number of the last retry that it has taken in.
         settings: which rows were computed under which change of the job, see `changes.Runs`.
+        span: ordinals for which it was decided which rows are selected: first, and the one after the last.
     """
 
     part: int
@@ -80,6 +81,7 @@ class PartCommit:
     counts: Counts = field(default_factory=Counts)
     change: int = 0
     settings: Sequence[Sequence[int]] = ()
+    span: tuple[int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -87,10 +89,23 @@ class PartCommit:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PartCommit:
         settings = tuple(map(tuple, data.get("settings", ())))
-        return cls(**{**data, "counts": Counts(**data["counts"]), "settings": settings})
+        span = tuple(data["span"]) if data.get("span") else None
+        return cls(**{**data, "counts": Counts(**data["counts"]), "settings": settings, "span": span})
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row of it is selected, so that there is no file."""
+        return not self.file
+
+    def span_in(self, part_rows: int) -> tuple[int, int]:
+        """`span`, also of a part that was written before there was one: then all rows were selected."""
+        first = self.part * part_rows
+        return (first, first + self.rows) if self.span is None else self.span
 
     def matches(self, path: Path) -> bool:
         """Whether this is the file at `path`; reads it only when its time stamp differs."""
+        if self.empty:
+            return True
         with storage(path, action="read"):
             try:
                 stat = path.stat()
@@ -155,6 +170,7 @@ class PartStore:
         size: int = 0,
         change: int = 0,
         settings: Sequence[Sequence[int]] = (),
+        span: tuple[int, int] | None = None,
     ) -> PartCommit:
         """Write a part and put it in place; a part that exists under the name is replaced.
 
@@ -165,7 +181,7 @@ class PartStore:
             compression: one of the format's.
             still_owner: raises when another process has taken over; asked right before the rename.
             size: bytes that it will take, roughly; what a full disk asks for.
-            change, settings: as in `PartCommit`; looked at when all records have passed.
+            change, settings, span: as in `PartCommit`; looked at when all records have passed.
 
         Raises:
             StorageError: nothing has changed in `data/`.
@@ -197,6 +213,7 @@ class PartStore:
                     _counts(summary),
                     change,
                     tuple(settings),
+                    span,
                 )
                 described = {"part": part, "digest": written.digest, "summary": summary.to_json()}
                 self._summaries.append([described])
@@ -210,6 +227,24 @@ class PartStore:
             raise
         self.committed[part] = commit
         return commit
+
+    def stop(self, part_rows: int) -> int:
+        """The ordinal up to which the parts have been decided."""
+        return max((commit.span_in(part_rows)[1] for commit in self.committed.values()), default=0)
+
+    def commit_empty(self, part: int, span: tuple[int, int]) -> PartCommit:
+        """Record a part of which no row is selected; there is no file.
+
+        Not forced to disk: were the record lost, the part would be read again. Raises StorageError.
+        """
+        commit = PartCommit(part, "", 0, 0, "", 0, span=span)
+        self._log.append([commit.to_json()])
+        self.committed[part] = commit
+        return commit
+
+    def sync(self) -> None:
+        """Force the records of empty parts to disk. Raises StorageError."""
+        self._log.sync()
 
     def close(self) -> None:
         """Close the logs."""

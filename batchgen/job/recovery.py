@@ -24,6 +24,8 @@ from batchgen.job.replay import Replay, replay
 from batchgen.job.retry import begin_retry, refuse_open_retry
 from batchgen.job.run_options import JobSetup
 from batchgen.job.run_stats import RunStats
+from batchgen.job.selection import Selection
+from batchgen.job.success import read_success
 from batchgen.types import DriftError
 
 
@@ -35,6 +37,7 @@ class OpenJob:
         counts: of all rows that have a result, as far as they were met.
         found: what the journal holds beyond the committed parts.
         replaced: committed parts that are assembled again, until they have been.
+        total: rows of the selection, where an earlier run has counted them.
     """
 
     folder: JobFolder
@@ -48,15 +51,17 @@ class OpenJob:
     journal: JournalWriter
     stats: RunStats
     counts: Counts
-    limit: int | None
+    selection: Selection
     input_rows: int | None
+    total: int | None = None
     found: Replay = field(default_factory=Replay.empty)
     replaced: dict[int, Replaced] = field(default_factory=dict)
 
     def rows_total(self) -> int | None:
-        """Rows of the selection; None while the end of the input is unknown."""
-        known = [n for n in (self.limit, self.index.end, self.input_rows) if n is not None]
-        return min(known, default=None)
+        """Rows of the selection; None while the end of the input is unknown, or how many `where` selects."""
+        if self.total is not None or self.inputs.where is not None:
+            return self.total
+        return self.selection.most_rows(self.input_rows if self.index.end is None else self.index.end)
 
     def still_owner(self) -> None:
         """Raises OwnershipError when another process has taken over."""
@@ -175,8 +180,9 @@ def open_job(
         journal=JournalWriter(folder.journal, manifest.job_id, claim.epoch),
         stats=RunStats(folder, claim.epoch),
         counts=Counts(),
-        limit=setup.limit,
+        selection=setup.selection,
         input_rows=setup.inputs.num_rows(),
+        total=_rows_of_success(folder, setup.selection),
     )
     _check_selection(job)
     if setup.retry is not None:
@@ -224,42 +230,73 @@ def _manifest(setup: JobSetup, folder: JobFolder) -> tuple[Manifest, OutputPlan]
             output_plan=plan.to_json(),
             part_rows=setup.part_rows,
             compression=setup.compression,
-            limit=setup.limit,
+            limit=setup.selection.limit,
+            rows=setup.selection.rows,
         )
     else:
         if setup.retry is None:
             refuse_open_retry(folder, manifest)
         plan = OutputPlan.from_json(manifest.output_plan, setup.inputs)
-        manifest.limit = setup.limit
+        manifest.limit, manifest.rows = setup.selection.limit, setup.selection.rows
     manifest.commits = {**setup.commits, **manifest.commits}
     return manifest, plan
 
 
 def _check_selection(job: OpenJob) -> None:
-    last = max(job.parts.committed.values(), key=lambda commit: commit.part, default=None)
-    if last is None or job.limit is None:
+    """A selection must hold what the folder holds: every row in `data/` belongs to it.
+
+    Where `where` drops rows, a limit that cuts what is there may be found by the window only.
+    """
+    spans = [c.span_in(job.manifest.part_rows) for c in job.parts.committed.values() if not c.empty]
+    if not spans:
         return
-    rows = last.part * job.manifest.part_rows + last.rows
-    if rows > job.limit:
+    first, stop = min(span[0] for span in spans), max(span[1] for span in spans)
+    selection = job.selection
+    if first < selection.first or (selection.stop is not None and stop > selection.stop):
         raise DriftError(
-            f"{job.folder.root}: holds the results of {rows:,} rows, and input.limit asks for {job.limit:,}; "
-            f"set input.limit to {rows:,} or more, choose another output.path, or start over with --overwrite"
+            f"{job.folder.root}: holds results of rows {first:,} to {stop - 1:,}, and input.rows asks for "
+            f"{selection.rows}; ask for rows that include them, such as {min(first, selection.first)}:"
+            f"{'' if selection.stop is None else max(stop, selection.stop)}, choose another output.path, or "
+            "start over with --overwrite"
+        )
+    in_parts = sum(commit.rows for commit in job.parts.committed.values())
+    rows = in_parts if job.inputs.where is not None else stop - selection.first
+    if selection.limit is not None and rows > selection.limit:
+        raise DriftError(
+            f"{job.folder.root}: holds the results of {rows:,} rows, and input.limit asks for "
+            f"{selection.limit:,}; set input.limit to {rows:,} or more, choose another output.path, or start "
+            "over with --overwrite"
         )
 
 
-def _short_parts(job: OpenJob) -> Iterator[PartCommit]:
-    """Parts that ended where an earlier, smaller selection did; there are rows after them now."""
-    size = job.manifest.part_rows
-    ends = [end for end in (job.limit, job.index.end) if end is not None]
+def _grown_parts(job: OpenJob) -> Iterator[PartCommit]:
+    """Parts of which more rows are selected now than when they were written."""
+    size, selection = job.manifest.part_rows, job.selection
+    committed = sum(commit.rows for commit in job.parts.committed.values())
+    if job.inputs.where is not None and committed == selection.limit:
+        return
+    rows = selection.most_rows(job.index.end) if job.inputs.where is None else None
+    last = None if rows is None else selection.first + rows
+    ends = [end for end in (last, job.index.end) if end is not None]
     for commit in job.parts.committed.values():
-        first = commit.part * size
-        if commit.rows < min([size, *(end - first for end in ends)]):
+        first, stop = selection.span(commit.part, size)
+        was_first, was_stop = commit.span_in(size)
+        if first < was_first or was_stop < min([stop, *ends]):
             yield commit
+
+
+def _rows_of_success(folder: JobFolder, selection: Selection) -> int | None:
+    """Rows that `_SUCCESS` counts, if it is of this selection."""
+    success = read_success(folder)
+    return success["rows"] if success is not None and selection.is_complete(success) else None
 
 
 def _find_replaced(job: OpenJob) -> None:
     """Take committed parts that are assembled again out of those that are final."""
-    for commit in _short_parts(job):
+    for commit in list(_grown_parts(job)):
+        if commit.empty:
+            del job.parts.committed[commit.part]
+            continue
         job.replaced[commit.part] = job.replacing(commit, change=commit.change)
     if job.manifest.open_retry is not None:
         number, retry = job.manifest.open_retry

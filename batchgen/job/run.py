@@ -5,7 +5,6 @@ The `run` verb and `bg.map` call it. Running it again always continues.
 
 from __future__ import annotations
 
-import json
 import queue
 import shutil
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from batchgen.job.claims import Claims
 from batchgen.job.collector import rare_collections
 from batchgen.job.drift import find_drift
 from batchgen.job.events import StopAsked
-from batchgen.job.files import OS_FILES, atomic_write
 from batchgen.job.folder import JobFolder
 from batchgen.job.lease import Lease, Owner, acquire_lease
 from batchgen.job.manifest import load_manifest
@@ -29,6 +27,7 @@ from batchgen.job.report.write import report_attempt
 from batchgen.job.retry import NothingToRetry, finish_retry
 from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
 from batchgen.job.stop_signals import stop_signals
+from batchgen.job.success import read_success, write_success
 from batchgen.job.supervisor import Supervisor
 from batchgen.types import BatchgenError, OwnershipError, StorageError
 
@@ -94,16 +93,14 @@ def _already_complete(setup: JobSetup, options: RunOptions, folder: JobFolder) -
         raise drift.refusal(folder.root)
     if drift.differences or drift.doubtful or drift.moved:
         return None
-    try:
-        success: dict[str, Any] = json.loads(folder.success.read_bytes())
-        rows, whole_input = success["rows"], success["whole_input"]
-    except (OSError, ValueError, KeyError, TypeError):
+    success = read_success(folder)
+    if success is None or not setup.selection.is_complete(success):
         return None
     counts = Counts()
     for commit in recognise_parts(folder).values():
         counts.add(commit.counts)
-    selected = rows == setup.limit or (whole_input and (setup.limit is None or setup.limit > rows))
-    if counts.rows != rows or not selected:
+    rows = success["rows"]
+    if counts.rows != rows:
         return None
     return _complete(counts, options, f"{folder.root} is already complete: all {rows:,} rows have a result")
 
@@ -186,9 +183,21 @@ def _finish(job: OpenJob, options: RunOptions, stopped: str | None) -> RunResult
         return RunResult(RESUMABLE, f"stopped ({stopped}); run the same command to continue", job.counts)
     rows = job.counts.rows
     job.claims.check(job.epoch)
+    job.parts.sync()
     job.drop_journal()
-    success = {"rows": rows, "parts": len(job.parts.committed), "whole_input": rows == job.index.end}
-    atomic_write(job.folder.success, json.dumps(success).encode() + b"\n", OS_FILES, job.still_owner)
+    # A part without rows may lie beyond it.
+    first, stop = job.selection.first, job.parts.stop(job.manifest.part_rows)
+    if job.selection.stop is not None:
+        stop = min(stop, job.selection.stop)
+    write_success(
+        job.folder,
+        rows=rows,
+        files=sum(not commit.empty for commit in job.parts.committed.values()),
+        first=first,
+        stop=max(first, stop),
+        whole=job.index.end is not None and stop >= job.index.end,
+        still_owner=job.still_owner,
+    )
     # Last, so that a retry killed before this is continued, and finds nothing left to do.
     if finish_retry(job.manifest):
         job.manifest.save(job.folder, job.still_owner)

@@ -10,6 +10,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from batchgen.job.selection import Selection
+
 if TYPE_CHECKING:
     from batchgen.data.results import BatchLabels, OutputPlan
     from batchgen.data.source import InputSet
@@ -52,7 +54,7 @@ class JobSetup:
         suffix: of part files.
         compression: of parts.
         part_rows: rows in one part, at the first attempt.
-        limit: rows of the selection; None for all.
+        selection: which rows.
         resolved_job: text of job.resolved.yaml.
         retry: rows to compute anew, under `worker_config`; None for an ordinary run.
         commits: by name and revision of the model, the commit that it is; empty for local files.
@@ -67,7 +69,7 @@ class JobSetup:
     suffix: str
     compression: str
     part_rows: int
-    limit: int | None
+    selection: Selection
     resolved_job: str
     retry: Retry | None = None
     commits: Mapping[str, str] = field(default_factory=dict)
@@ -176,7 +178,7 @@ def setup_from_spec(
         suffix=part_suffix(spec.output.format, spec.output.compression),
         compression=spec.output.compression,
         part_rows=part_rows_auto(spec),
-        limit=spec.input.limit,
+        selection=Selection.of(spec.input.rows, spec.input.limit),
         resolved_job=resolved_yaml(spec),
         commits={revision_name(spec.model.path, spec.model.revision): commit} if commit else {},
     )

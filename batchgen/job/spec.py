@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from batchgen.job.faults import KeyPath, Origin
+from batchgen.job.selection import Selection
 from batchgen.job.units import parse_address, parse_duration, parse_share, parse_size
 
 PART_ROWS = 1000
@@ -119,6 +120,10 @@ def _renames(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+def _row_range(value: str) -> str:
+    return Selection.of(value, None).rows
+
+
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_tuple)]
 # What a job file may hold where something else is kept; the schema for editors is made from these.
@@ -170,6 +175,13 @@ class InputSpec(Section):
     id: Annotated[Text, Rule("auto or the name of a column")] = "auto"
     columns: Annotated[
         Annotated[Texts, AfterValidator(_distinct)] | None, Rule("null or a list of distinct column names")
+    ] = None
+    where: Annotated[
+        Text | None, Rule("null or a condition on columns such as lang = 'de' and score > 0.5")
+    ] = None
+    rows: Annotated[
+        Annotated[str, AfterValidator(_row_range)] | None,
+        Rule("null or a range of rows such as 0:1000, 500: or :500 (the row after the colon is not in it)"),
     ] = None
     limit: Annotated[Count | None, Rule(f"null or {COUNT}")] = None
     on_bad_row: Annotated[Literal["record", "stop"], Rule("record or stop")] = "record"

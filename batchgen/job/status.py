@@ -24,6 +24,8 @@ from batchgen.job.manifest import Manifest, require_manifest
 from batchgen.job.parts import Counts, recognise_parts
 from batchgen.job.progress import Progress, read_progress
 from batchgen.job.replay import Replay, replay
+from batchgen.job.selection import Selection
+from batchgen.job.success import read_success
 
 BEATS_TO_WAIT = 2.5
 _POLL_SECONDS = 0.1
@@ -269,7 +271,16 @@ def _workers(folder: JobFolder, attempt: Attempt) -> list[WorkerStatus]:
 
 
 def _rows_total(folder: JobFolder, manifest: Manifest, progress: Progress | None) -> int | None:
-    known = [manifest.limit, InputIndex(folder).end, progress.rows_total if progress else None]
+    """Rows of the selection, as far as they are known: `where` is only counted while running."""
+    selection = Selection.of(manifest.rows, manifest.limit)
+    success = read_success(folder)
+    if success is not None and selection.is_complete(success):
+        rows: int = success["rows"]
+        return rows
+    counted = progress.rows_total if progress else None
+    if manifest.has_where:
+        return counted
+    known = [selection.most_rows(InputIndex(folder).end), counted]
     return min((n for n in known if n is not None), default=None)
 
 

@@ -90,7 +90,7 @@ class Supervisor:
             job.inputs,
             job.index,
             part_rows=job.manifest.part_rows,
-            limit=job.limit,
+            selection=job.selection,
             columns=columns,
             committed=job.parts.committed,
             replaced=job.replaced,
@@ -382,7 +382,7 @@ class Supervisor:
 
     def _next_event(self) -> Message | Assembled | StopAsked | None:
         now = time.monotonic()
-        wake = [self._next_checkpoint, self._next_report]
+        wake = [now if self._window.busy else self._next_checkpoint, self._next_report]
         if self._stopping is not None:
             wake += [at for at in (self._stopping.stop_at, self._stopping.kill_at) if at > now]
         try:
@@ -489,7 +489,7 @@ class Supervisor:
         counts, now = self._job.counts, time.monotonic()
         progress = Progress(
             state=self._state(),
-            rows_total=self._job.rows_total(),
+            rows_total=self._window.selected if self._window.exhausted else self._job.rows_total(),
             rows_done=counts.rows,
             rows_before=counts.rows - self._rows_run,
             ok=counts.ok,

@@ -18,7 +18,6 @@ MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("model", "trust_remote_code"): (False,),
     ("input", "duplicate_ids"): ("error",),
     ("input", "schema"): (None,),
-    ("input", "where"): (None,),
     ("input", "dedupe"): ("none",),
     ("input", "shuffle"): (None,),
     ("input", "grow"): ("refuse",),

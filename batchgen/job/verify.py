@@ -5,13 +5,11 @@ Trusts nothing but the files: every part is hashed and read from its first to it
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchgen.data.row import PartIndexer
 from batchgen.data.source import InputSet
 from batchgen.job.changes import numbered, rows_by_number
 from batchgen.job.drift import check_drift
@@ -23,7 +21,10 @@ from batchgen.job.linelog import read_folder
 from batchgen.job.manifest import Manifest, require_manifest
 from batchgen.job.part_reader import PartRow, read_part
 from batchgen.job.parts import Counts, PartCommit, file_digest, recognise_parts
-from batchgen.types import DriftError, InputError, Status, StorageError
+from batchgen.job.selection import Selection
+from batchgen.job.success import read_success
+from batchgen.job.verify_input import compare_with_input
+from batchgen.types import DriftError, Status, StorageError
 
 MOST_FAULTS = 100
 
@@ -84,9 +85,26 @@ def verify_folder(
         _check_part(present[part], part, recorded.get(part, []), manifest, report)
     index = InputIndex(folder)
     report.notes += index.damaged
-    _check_completeness(folder, manifest, sorted(present), index, report)
+    commits = recognise_parts(folder)
+    paths: dict[int, Path | None] = {
+        **{part: None for part, commit in commits.items() if commit.empty},
+        **present,
+    }
+    _check_completeness(folder, manifest, paths, index, report)
     if inputs is not None:
-        _check_input(inputs, present, manifest, index, report)
+        size = manifest.part_rows
+        compare_with_input(
+            inputs,
+            index,
+            parts=paths,
+            spans={
+                part: commits[part].span_in(size) if part in commits else (part * size, (part + 1) * size)
+                for part in paths
+            },
+            part_rows=size,
+            plan=manifest.output_plan,
+            fault=report.fault,
+        )
     return report
 
 
@@ -155,10 +173,13 @@ def _check_part(
         report.fault(f"{path}: {known}; run the job again to make it anew")
     counts = Counts()
     try:
-        for place, row in enumerate(read_part(path, manifest.output_plan)):
-            expected = part * manifest.part_rows + place
-            if row.row != expected:
-                report.fault(f"{path}: row {row.row} stands where row {expected} belongs")
+        least, stop = part * manifest.part_rows, (part + 1) * manifest.part_rows
+        for row in read_part(path, manifest.output_plan):
+            if not least <= row.row < stop:
+                report.fault(
+                    f"{path}: row {row.row} stands where rows {least} to {stop - 1} belong, in order"
+                )
+            least = row.row + 1
             _check_row(path, row, report)
             if row.result.status in set(Status):
                 counts.count(row.result.status, row.result.usage)
@@ -184,53 +205,29 @@ def _check_row(path: Path, row: PartRow, report: VerifyReport) -> None:
 
 
 def _check_completeness(
-    folder: JobFolder, manifest: Manifest, parts: list[int], index: InputIndex, report: VerifyReport
-) -> None:
-    for expected, part in enumerate(parts):
-        if part != expected:
-            report.fault(f"{folder.data}: part {expected} is missing, part {part} is there")
-            break
-    try:
-        rows = json.loads(folder.success.read_bytes())["rows"]
-    except FileNotFoundError:
-        selected = [n for n in (manifest.limit, index.end) if n is not None]
-        of = f" of {min(selected):,}" if selected else ""
-        report.fault(f"{folder.root}: not complete: {report.rows:,} rows{of} are in parts; run the job again")
-        return
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        report.fault(f"{folder.success}: cannot be read ({error})")
-        return
-    if rows != report.rows:
-        report.fault(f"{folder.root}: _SUCCESS promises {rows:,} rows and the parts hold {report.rows:,}")
-
-
-def _check_input(
-    inputs: InputSet,
-    present: Mapping[int, Path],
+    folder: JobFolder,
     manifest: Manifest,
+    parts: Mapping[int, Path | None],
     index: InputIndex,
     report: VerifyReport,
 ) -> None:
-    """Compare with the input, read once from beginning to end."""
-    rows = inputs.rows()
-    try:
-        for part, path in sorted(present.items()):
-            known = index.get(part)
-            indexer = PartIndexer(part, index.nearest_start(part))
-            for ours in _ids(path, manifest.output_plan):
-                row = next(rows, None)
-                if row is None or ours != (row.ordinal, row.id):
-                    theirs = (
-                        "the input has ended" if row is None else f"the input has {row.ordinal} ({row.id!r})"
-                    )
-                    report.fault(f"{path}: has row {ours[0]} (id {ours[1]!r}) where {theirs}")
-                    return
-                indexer.add(row)
-            if known is not None and known.rows == indexer.rows and known.digest != indexer.entry().digest:
-                report.fault(f"{path}: its rows of the input are not what they were when they ran")
-    except (InputError, ValueError, StorageError) as error:
-        report.fault(str(error))
-
-
-def _ids(path: Path, plan: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    return ((row.row, row.id) for row in read_part(path, plan))
+    selection = Selection.of(manifest.rows, manifest.limit)
+    begin = selection.first // manifest.part_rows
+    # A part without rows before that is left from a run that began earlier.
+    numbers = sorted(part for part, path in parts.items() if part >= begin or path is not None)
+    for expected, part in enumerate(numbers, begin):
+        if part != expected:
+            report.fault(f"{folder.data}: part {expected} is missing, part {part} is there")
+            break
+    if not folder.success.exists():
+        total = None if manifest.has_where else selection.most_rows(index.end)
+        of = f" of {total:,}" if total is not None else ""
+        report.fault(f"{folder.root}: not complete: {report.rows:,} rows{of} are in parts; run the job again")
+        return
+    success = read_success(folder)
+    if success is None:
+        report.fault(f"{folder.success}: cannot be read; run the job again")
+    elif success["rows"] != report.rows:
+        report.fault(
+            f"{folder.root}: _SUCCESS promises {success['rows']:,} rows and the parts hold {report.rows:,}"
+        )

@@ -7,7 +7,7 @@ The supervisor takes rows from here, reports what is safely in the journal, and 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,15 @@ from batchgen.data.row_result import RowResult
 from batchgen.data.source import InputSet
 from batchgen.job.index import InputIndex, changed_input
 from batchgen.job.journal import Location
-from batchgen.job.parts import Counts
+from batchgen.job.parts import Counts, PartCommit
 from batchgen.job.replacement import KeptRows, Replaced
 from batchgen.job.replay import FoundPartial, FoundResult, Replay
-from batchgen.types import InputError
+from batchgen.job.selection import Selection
+from batchgen.types import DriftError, InputError
 
 _ROW_BYTES = 200
+# Rows that are passed over in one go on the way to the first that is selected.
+_ROWS_AT_ONCE = 5000
 # Each holds the results that stay, about a megabyte.
 MOST_REPLACED_PARTS = 32
 
@@ -52,8 +55,10 @@ class OpenPart:
     Args:
         part: its number.
         indexer: digests of the rows that were read.
-        done: row to where its result lies, or the result itself where it stays from the part that this one
-            replaces; None for a row that could not be read and needs no result.
+        first: ordinal of the first row that may be selected.
+        selected: how many of the rows that were read are selected.
+        done: selected row to where its result lies, or the result itself where it stays from the part that
+            this one replaces; None for a row that could not be read and needs no result.
         entry: set when all of its rows have been read.
         notes: what was repaired while reading: rows, and the first of them.
         kept: rows of the part that this one replaces.
@@ -61,6 +66,8 @@ class OpenPart:
 
     part: int
     indexer: PartIndexer
+    first: int
+    selected: int = 0
     done: dict[int, Location | RowResult | None] = field(default_factory=dict)
     entry: PartIndexEntry | None = None
     notes: dict[str, list[int]] = field(default_factory=dict)
@@ -68,8 +75,14 @@ class OpenPart:
 
     @property
     def whole(self) -> bool:
-        """Whether every row is done."""
-        return self.entry is not None and len(self.done) == self.entry.rows
+        """Whether every selected row is done."""
+        return self.entry is not None and len(self.done) == self.selected
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The ordinals for which it was decided which rows are selected."""
+        stop = self.indexer.start.ordinal + self.indexer.rows
+        return min(self.first, stop), stop
 
 
 class Window:
@@ -79,7 +92,7 @@ class Window:
         inputs: the input; this window is its only reader.
         index: where parts begin; gets an entry for each part that is read.
         part_rows: rows in one part.
-        limit: rows of the selection; None for all.
+        selection: which rows.
         columns: that the prompt needs.
         committed: parts that are final, by number; looked at again as it grows.
         replaced: committed parts that are assembled again.
@@ -89,6 +102,12 @@ class Window:
         on_bad_row: called with each row that could not be read; may raise InputError.
         on_notes: called with each part in which something was repaired while reading, once it is read: its
             number, and by note how many rows and the first of them.
+
+    Attributes:
+        parts: most parts that are open at a time.
+        selected: selected rows among those that were read or lie in committed parts passed over.
+        exhausted: whether the selection has been read to its end.
+        busy: whether `take` came back only so that others get their turn.
     """
 
     def __init__(
@@ -97,9 +116,9 @@ class Window:
         index: InputIndex,
         *,
         part_rows: int,
-        limit: int | None,
+        selection: Selection,
         columns: Iterable[str],
-        committed: Container[int],
+        committed: Mapping[int, PartCommit],
         replaced: Mapping[int, Replaced],
         found: Replay,
         parts: int,
@@ -110,7 +129,7 @@ class Window:
         self._inputs = inputs
         self._index = index
         self._part_rows = part_rows
-        self._limit = limit
+        self._selection = selection
         self._columns = tuple(columns)
         self._committed = committed
         self._replaced = replaced
@@ -122,10 +141,12 @@ class Window:
         self._on_notes = on_notes
         self._open: dict[int, OpenPart] = {}
         self._reading: OpenPart | None = None
-        self._next_part = 0
+        self._next_part = selection.first // part_rows
         self._position = Position()
         self._rows: Iterator[Row] | None = None
+        self.selected = 0
         self.exhausted = False
+        self.busy = False
 
     @property
     def num_open(self) -> int:
@@ -137,7 +158,9 @@ class Window:
 
         Raises:
             InputError: the input is cut or has changed, or a row is bad and `on_bad_row` says stop.
+            DriftError: the selection ends before what the folder holds.
         """
+        self.busy = False
         while self._reading is not None or self._open_next():
             pending = self._read_one()
             if pending is not None:
@@ -169,21 +192,48 @@ class Window:
     def _open_next(self) -> bool:
         if self.exhausted:
             return False
-        while self._next_part in self._committed:
-            self._next_part += 1
+        self._pass_committed()
         first = self._next_part * self._part_rows
-        if self._beyond(self._limit, first) or self._beyond(self._index.end, first):
-            self.exhausted = True
+        if self._limit_reached() or any(
+            self._beyond(end, first) for end in (self._selection.stop, self._index.end)
+        ):
+            self._end()
             return False
-        if self._full():
+        if self._full() or not self._go_to(first):
             return False
-        self._go_to(first)
+        span = self._selection.span(self._next_part, self._part_rows)
         replaced = self._replaced.get(self._next_part)
         kept = None if replaced is None else replaced.kept()
-        self._reading = OpenPart(self._next_part, PartIndexer(self._next_part, self._position), kept=kept)
+        indexer = PartIndexer(self._next_part, self._position)
+        self._reading = OpenPart(self._next_part, indexer, span[0], kept=kept)
         self._open[self._next_part] = self._reading
         self._next_part += 1
         return True
+
+    def _pass_committed(self) -> None:
+        while (commit := self._committed.get(self._next_part)) is not None:
+            self.selected += commit.rows
+            self._next_part += 1
+        if self._selection.limit is not None and self.selected > self._selection.limit:
+            raise self._too_small()
+
+    def _limit_reached(self) -> bool:
+        return self._selection.limit is not None and self.selected >= self._selection.limit
+
+    def _end(self) -> None:
+        """The selection has been read to its end."""
+        if self._limit_reached():
+            # Parts are committed by another thread meanwhile.
+            beyond = [commit for commit in list(self._committed.values()) if commit.part >= self._next_part]
+            if any(commit.rows for commit in beyond):
+                raise self._too_small()
+        self.exhausted = True
+
+    def _too_small(self) -> DriftError:
+        return DriftError(
+            f"the folder holds results of rows beyond the first {self._selection.limit:,} that are selected; "
+            "set input.limit to what it was, choose another output.path, or start over with --overwrite"
+        )
 
     def _full(self) -> bool:
         """Whether enough parts are open. Of one that is replaced few rows run, so more of them may be."""
@@ -194,16 +244,27 @@ class Window:
     def _beyond(end: int | None, first: int) -> bool:
         return end is not None and first >= end
 
-    def _go_to(self, first: int) -> None:
-        """Read on from the row `first`, over committed parts if need be."""
+    def _go_to(self, first: int) -> bool:
+        """Read on from the row `first`, over committed parts if need be; False if it is not there yet."""
         start = self._index.nearest_start(first // self._part_rows)
         can_go_on = self._rows is not None and self._position.ordinal <= first
         if not can_go_on or start.ordinal > self._position.ordinal:
             self._restart(start)
-        while self._position.ordinal < first:
+        stop = min(first, self._position.ordinal + _ROWS_AT_ONCE)
+        while self._position.ordinal < stop:
             if self._next_row() is None:
-                missing = first - self._position.ordinal
-                raise changed_input(self._position.ordinal, missing, self._input_name())
+                self._end_before(first)
+                return False
+        self.busy = stop < first
+        return not self.busy
+
+    def _end_before(self, first: int) -> None:
+        """The input ends before the row `first`, which may be where the selection would begin."""
+        ordinal = self._position.ordinal
+        if self._index.rows_seen > ordinal:
+            raise changed_input(ordinal, self._index.rows_seen - ordinal, self._input_name())
+        self._index.record_end(ordinal)
+        self._end()
 
     def _restart(self, position: Position) -> None:
         self.close()
@@ -226,14 +287,10 @@ class Window:
             return None
         part.indexer.add(row)
         self._check(part)
-        pending = self._place(part, row)
-        if part.indexer.rows == self._rows_in(part.part):
+        pending = self._place(part, row) if row.selected and row.ordinal >= part.first else None
+        if row.ordinal + 1 == self._selection.span(part.part, self._part_rows)[1] or self._limit_reached():
             self._close_reading(part)
         return pending
-
-    def _rows_in(self, part: int) -> int:
-        first = part * self._part_rows
-        return self._part_rows if self._limit is None else min(self._part_rows, self._limit - first)
 
     def _check(self, part: OpenPart) -> None:
         """Compare with the first reading as soon as as many rows have passed."""
@@ -242,6 +299,8 @@ class Window:
             self._index.check(part.indexer.entry(), self._input_name())
 
     def _place(self, part: OpenPart, row: Row) -> Pending | None:
+        part.selected += 1
+        self.selected += 1
         for note in row.notes:
             part.notes.setdefault(note, [0, row.ordinal])[0] += 1
         if row.error is not None:
@@ -289,7 +348,7 @@ class Window:
             del self._open[part.part]
             self._reading = None
         self._index.record_end(end)
-        self.exhausted = True
+        self._end()
 
     def _input_name(self) -> str:
         return self._inputs.files[self._position.file_index % len(self._inputs.files)].path

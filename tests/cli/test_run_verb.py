@@ -37,6 +37,8 @@ def test_flags_are_keys_of_the_job_file(
     flags = [
         "--limit",
         "1",
+        "--rows",
+        "5:",
         "--max-time",
         "1h30m",
         "--progress",
@@ -47,7 +49,8 @@ def test_flags_are_keys_of_the_job_file(
     ]
     assert main(["run", job, *flags]) == 75
     setup, options = calls[0]
-    assert (setup.limit, setup.columns, setup.part_rows) == (1, ("prompt",), 1000)
+    assert (setup.selection.limit, setup.selection.rows) == (1, "5:")
+    assert (setup.columns, setup.part_rows) == (("prompt",), 1000)
     assert (options.max_time, options.grace, options.overwrite) == (5400.0, 3.0, True)
     assert capsys.readouterr().err == "stopped (SIGTERM)\n"
 

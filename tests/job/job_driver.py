@@ -28,6 +28,7 @@ from batchgen.job.fingerprints import Fingerprints
 from batchgen.job.retry import Retry
 from batchgen.job.run import run_job
 from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
+from batchgen.job.selection import Selection
 from batchgen.types import BatchgenError
 
 CRASHED = 99
@@ -43,6 +44,8 @@ class Settings:
     compression: str = "none"
     part_rows: int = 10
     limit: int | None = None
+    rows: str | None = None
+    where: str | None = None
     temperature: float = 0.0
     include: list[str] = field(default_factory=lambda: list(DEFAULT_INCLUDE))
     renames: dict[str, str] = field(default_factory=dict)
@@ -77,10 +80,12 @@ class Settings:
 
 
 def setup_of(settings: Settings) -> JobSetup:
-    inputs = open_input([settings.input])
+    inputs = open_input([settings.input], where=settings.where)
     result = {**result_of(settings.temperature), "weights": settings.weights, "output": settings.layout}
     fingerprints = Fingerprints(
-        input={"format": 1, "files": inputs.fingerprint()}, result=result, engine={"workers": 1}
+        input={"format": 1, "files": inputs.fingerprint(), "where": settings.where},
+        result=result,
+        engine={"workers": 1},
     )
     return JobSetup(
         output=Path(settings.output),
@@ -98,7 +103,7 @@ def setup_of(settings: Settings) -> JobSetup:
         suffix=part_suffix(settings.format, settings.compression),
         compression=settings.compression,
         part_rows=settings.part_rows,
-        limit=settings.limit,
+        selection=Selection.of(settings.rows, settings.limit),
         resolved_job="model: fake\n",
         retry=retry_of(settings),
     )

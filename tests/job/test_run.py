@@ -71,6 +71,8 @@ def test_every_row_has_one_result_in_order(tmp_path: Path, output_format: str) -
     assert json.loads((tmp_path / "out/_SUCCESS").read_text()) == {
         "rows": 60,
         "parts": 6,
+        "first": 0,
+        "stop": 60,
         "whole_input": True,
     }
 

@@ -188,8 +188,8 @@ def forge_fingerprint(data: Path) -> None:
     [
         (damage_byte, "part-000002.jsonl: its checksum is not the recorded one"),
         (lose_part, "part 3 is missing"),
-        (swap_parts, "row 20 stands where row 10 belongs"),
-        (double_row, "row 42 stands where row 43 belongs"),
+        (swap_parts, "row 20 stands where rows 10 to 19 belong"),
+        (double_row, "row 42 stands where rows 43 to 49 belong"),
         (cut_part, "part-000005.jsonl: cannot be read as a part"),
         (promise_more, "_SUCCESS promises 70 rows and the parts hold 60"),
         (forge_fingerprint, "the result fingerprint does not match its own checksum"),

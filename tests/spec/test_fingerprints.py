@@ -64,6 +64,7 @@ def test_the_same_job_has_the_same_digests(model: Path, job_file: Write) -> None
         ("model.dtype=bf16", "  model.dtype\n    - 'float32'\n    + 'bfloat16'"),
         ("model.max_model_len=4096", "  model.max_model_len\n    - 2048\n    + 4096"),
         ("output.format=jsonl", "  output.format\n    - 'parquet'\n    + 'jsonl'"),
+        ("input.where=n > 1", "  input.where\n    - null\n    + 'n > 1'"),
         ("input.id=key", "  input.id\n    - 'auto'\n    + 'key'"),
     ],
 )
@@ -88,6 +89,7 @@ def test_what_changes_results_is_refused_with_a_diff(
         "model.dtype=float32",
         "model.max_model_len=2048",
         "input.limit=5",
+        "input.rows=5:10",
         "input.on_truncated=keep",
         "run.grace=1s",
         "output.path=elsewhere",

@@ -131,3 +131,13 @@ def test_secrets_reach_neither_the_copy_nor_a_message(
         load_job(job_file(SMALLEST + 'run: {order: "${env:TOKEN}"}\nsampling: {stop: "${env:TOKEN}"}\n'))
     assert "hunter2" not in str(error.value)
     assert "'${env:TOKEN}'" in str(error.value)
+
+
+def test_a_wrong_condition_is_shown_with_its_place(job_file: Write) -> None:
+    file = job_file("model: m\noutput: o\ninput: {path: a.jsonl, where: n > = 3}\n")
+    with pytest.raises(UsageError) as error:
+        load_job(file)
+    assert str(error.value) == (
+        "job.yaml:3:31: input.where: expected a column, a number, a text in quotes or `(`, at character 5:\n"
+        "  n > = 3\n      ^"
+    )
