@@ -288,7 +288,7 @@ def _try_rows(spec: JobSpec, renderer: PromptRenderer, inputs: InputSet, report:
     failed: list[tuple[Row, RowError]] = []
     tried = 0
     for row in islice(inputs.rows(), min(spec.input.limit or ROWS_TO_RENDER, ROWS_TO_RENDER)):
-        if row.error is not None:
+        if row.error is not None or not row.selected:
             continue
         tried += 1
         columns = prompt_values(row, renderer.required_columns())
