@@ -13,6 +13,7 @@ from batchgen.cli.options import AS_JSON, FOLDER, print_json
 if TYPE_CHECKING:
     from batchgen.data.source import InputSet
     from batchgen.job.fingerprints import Fingerprints
+    from batchgen.job.run_options import Launcher
     from batchgen.job.spec import JobSpec
     from batchgen.job.verify import VerifyReport
 
@@ -21,8 +22,15 @@ FAULTY = 8
 
 @click.command("verify", short_help="Prove that a folder holds every row once, in order and undamaged.")
 @FOLDER
+@click.option(
+    "--deep",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Also compute N random rows again and compare text, finish reason and usage.",
+)
 @AS_JSON
-def command(folder: Path, as_json: bool) -> int:
+@click.pass_obj
+def command(launch: Launcher | None, folder: Path, deep: int | None, as_json: bool) -> int:
     """Read a whole output folder and prove that it holds every row of its job once, in order and undamaged.
 
     Input and model are compared with what they were, where they are still there. Exit code 8 means that
@@ -31,6 +39,10 @@ def command(folder: Path, as_json: bool) -> int:
     from batchgen.cli.terminal import safe
 
     report = _verify(folder)
+    if deep is not None:
+        from batchgen.api.deep import verify_deep
+
+        verify_deep(folder, deep, report, launch)
     if as_json:
         print_json(report.to_json())
     else:

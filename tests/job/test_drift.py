@@ -20,7 +20,14 @@ from batchgen.job.parts import recognise_parts
 from batchgen.job.verify import verify_folder
 from batchgen.types import DriftError, InputError
 
-FATAL = {"faults": [{"do": "fatal", "after_tokens": 300, "exit_code": 3, "message": "the card fell out"}]}
+
+def fatal(after_tokens: int) -> dict[str, Any]:
+    """An engine that ends the run after so many tokens."""
+    fault = {"do": "fatal", "after_tokens": after_tokens, "exit_code": 3, "message": "the card fell out"}
+    return {"faults": [fault]}
+
+
+FATAL = fatal(300)
 
 
 def begun(tmp_path: Path, **changes: Any) -> Settings:
@@ -93,7 +100,7 @@ def test_accepted_drift_keeps_finished_rows_and_is_recorded(tmp_path: Path) -> N
 
 def test_a_second_drift_has_a_number_of_its_own(tmp_path: Path) -> None:
     settings = begun(tmp_path)
-    settings.temperature, settings.worker = 0.5, FATAL
+    settings.temperature, settings.worker = 0.5, fatal(20)
     with pytest.raises(InputError):
         accepting(settings)
     settings.temperature, settings.worker = 0.7, {}
