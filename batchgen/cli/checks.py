@@ -112,30 +112,42 @@ def check_job(spec: JobSpec, report: Report, *, rows_for_ids: int, resume: bool 
     """Every check that needs no tokenizer.
 
     Args:
-        spec: the job.
+        spec: the job; what has a fault in it is not looked at.
         report: gets faults, notes and facts.
         rows_for_ids: how many rows to look at for ids that occur twice, where a column holds them.
         resume: whether what the output folder holds will be continued.
     """
     report.spec = spec
     found = Prepared()
-    with report.check("input", "path"):
-        found.inputs = open_job_input(spec)
+    if spec.sound("input.path", "input.format"):
+        with report.check("input", "path"):
+            found.inputs = open_job_input(spec)
     if found.inputs is not None:
+        _check_input(spec, report, found, rows_for_ids)
+    if spec.sound("model.path", "model.revision"):
+        with report.check("model", "path"):
+            found.source = find_model(spec, recorded_commit(spec) if resume else None)
+            found.source.check_weights()
+    if spec.sound("model.tokenizer"):
+        with report.check("model", "tokenizer"):
+            found.tokenizer_source = find_tokenizer(spec)
+    if spec.sound("output.path"):
+        with report.check("output", "path"):
+            _check_output_is_folder(spec)
+    return found
+
+
+def _check_input(spec: JobSpec, report: Report, found: Prepared, rows_for_ids: int) -> None:
+    assert found.inputs is not None
+    if spec.sound("prompt"):
         with report.check("prompt"):
             found.prompt = bind_prompt(spec, found.inputs)
+    if spec.sound("input.columns", "output"):
         with report.check("output"):
             report.notes += _check_output_columns(spec, found.inputs)
+    if spec.sound("input"):
         with report.check("input", "path"):
             _check_rows(spec, found.inputs, report, rows_for_ids)
-    with report.check("model", "path"):
-        found.source = find_model(spec, recorded_commit(spec) if resume else None)
-        found.source.check_weights()
-    with report.check("model", "tokenizer"):
-        found.tokenizer_source = find_tokenizer(spec)
-    with report.check("output", "path"):
-        _check_output_is_folder(spec)
-    return found
 
 
 def open_job_input(spec: JobSpec) -> InputSet:

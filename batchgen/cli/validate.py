@@ -34,15 +34,17 @@ def command(job: Path, sets: tuple[str, ...], as_json: bool) -> int:
 
 def _report(job: Path, sets: tuple[str, ...]) -> Report:
     from batchgen.cli import checks
-    from batchgen.job.load import load_job
+    from batchgen.job.load import load_as_far_as_possible
 
     report = checks.Report()
     with report.check():
-        spec = load_job(job, sets)
+        spec, faults = load_as_far_as_possible(job, sets)
+        report.faults += [faults] if faults is not None else []
         report.notes += spec.notes
         with closing(checks.check_job(spec, report, rows_for_ids=checks.ROWS_FOR_IDS)) as found:
-            with report.check("output", "path"):
-                checks.check_output_writable(spec)
+            if spec.sound("output.path", "run.min_free_disk"):
+                with report.check("output", "path"):
+                    checks.check_output_writable(spec)
             source = found.tokenizer_source or found.source
             if source is not None and found.prompt is not None:
                 checks.check_prompt(spec, found.prompt, checks.load_tokenizer(source), report, found.inputs)

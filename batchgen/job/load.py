@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from batchgen.data.where_syntax import parse as parse_where
 from batchgen.job.document import Document
-from batchgen.job.faults import KeyPath, dotted, raise_faults, show_value
+from batchgen.job.faults import JobFileError, KeyPath, dotted, raise_faults, show_value
 from batchgen.job.include import INCLUDE, expand_shorthands, read_layers
 from batchgen.job.paths import resolve_paths
 from batchgen.job.spec import (
@@ -79,6 +79,31 @@ def load_job(path: str | Path, overrides: Iterable[str | Override] = ()) -> JobS
     return _load(read_layers(path), path.absolute(), overrides)
 
 
+def load_as_far_as_possible(
+    path: str | Path, overrides: Iterable[str | Override] = ()
+) -> tuple[JobSpec, JobFileError | None]:
+    """A job to check, not to run: what has a fault is left out, and `JobSpec.sound` tells.
+
+    Args:
+        path: the job file.
+        overrides: as of `load_job`.
+
+    Returns:
+        The job, and its faults if there are any.
+
+    Raises:
+        UsageError: it cannot be read at all.
+    """
+    path = Path(path)
+    document = read_layers(path)
+    spec = _resolve(document, path.absolute(), overrides)
+    try:
+        raise_faults(document.source, document.faults)
+    except JobFileError as error:
+        return spec, error
+    return spec, None
+
+
 def job_from_values(values: Mapping[str, Any], folder: Path) -> JobSpec:
     """A job that a program gives as a dict; as `load_job`.
 
@@ -101,19 +126,25 @@ def job_from_values(values: Mapping[str, Any], folder: Path) -> JobSpec:
 
 
 def _load(document: Document, path: Path, overrides: Iterable[str | Override]) -> JobSpec:
+    spec = _resolve(document, path, overrides)
+    raise_faults(document.source, document.faults)
+    return spec
+
+
+def _resolve(document: Document, path: Path, overrides: Iterable[str | Override]) -> JobSpec:
+    """The job without what has a fault; the faults are in the document."""
     for override in overrides:
         given = Override.parse(override) if isinstance(override, str) else override
         layer = parse_override(given.key, given.text, given.flag)
         expand_shorthands(layer)
         document.overlay(layer)
     sections = _sections(document)
-    top = _validate(
-        document, TopSpec, (), {k: v for k, v in document.data.items() if k in TopSpec.model_fields}
-    )
-    _check_across(document, sections)
-    resolve_paths(document, sections)
-    raise_faults(document.source, document.faults)
+    top_data = {key: value for key, value in document.data.items() if key in TopSpec.model_fields}
+    top = _validate(document, TopSpec, (), top_data) or TopSpec()
     assert isinstance(top, TopSpec)
+    _check_across(document, sections)
+    whole = {name: section or _without_faults(document, name) for name, section in sections.items()}
+    resolve_paths(document, whole)
     return JobSpec(
         version=top.version,
         name=top.name,
@@ -122,8 +153,22 @@ def _load(document: Document, path: Path, overrides: Iterable[str | Override]) -
         notes=tuple(_notes(document)),
         redacted=document.literals(),
         places={path: place.value for path, place in document.places.items()},
-        **sections,  # type: ignore[arg-type]
+        faulty=frozenset(fault.key for fault in document.faults if fault.key),
+        **whole,  # type: ignore[arg-type]
     )
+
+
+def _without_faults(document: Document, name: str) -> Section:
+    """A section made of what is right in it."""
+    model, data = SECTIONS[name], document.data.get(name)
+    wrong = {fault.key[1] for fault in document.faults if fault.key[:1] == (name,) and len(fault.key) > 1}
+    given = data if isinstance(data, dict) else {}
+    right = {key: value for key, value in given.items() if key in model.model_fields and key not in wrong}
+    needed = {"path": "."} if name in REQUIRED else {}
+    try:
+        return model.model_validate({**needed, **right})
+    except ValidationError:
+        return model.model_validate(needed)
 
 
 def _sections(document: Document) -> dict[str, Section | None]:

@@ -11,7 +11,7 @@ from batchgen.job.faults import KeyPath, dotted, show_value
 from batchgen.job.spec import InputSpec, ModelSpec, OutputSpec, PromptSection, Section
 
 
-def resolve_paths(document: Document, sections: dict[str, Section | None]) -> None:
+def resolve_paths(document: Document, sections: dict[str, Section]) -> None:
     """Replace paths in `sections` in place; what cannot be resolved becomes a fault of the document."""
     model, given, prompt, output = (sections[name] for name in ("model", "input", "prompt", "output"))
     if isinstance(model, ModelSpec):

@@ -364,6 +364,7 @@ class JobSpec:
         notes: sentences for the user.
         redacted: per key path, what a copy shows instead of a string that came from the environment.
         places: per key path, where it was given; a key that is not here has its default.
+        faulty: key paths with faults, of a job that is only checked; empty for one that may run.
     """
 
     version: int
@@ -380,6 +381,12 @@ class JobSpec:
     notes: tuple[str, ...] = ()
     redacted: Mapping[KeyPath, str] = field(default_factory=dict)
     places: Mapping[KeyPath, Origin] = field(default_factory=dict, repr=False)
+    faulty: frozenset[KeyPath] = frozenset()
+
+    def sound(self, *keys: str) -> bool:
+        """Whether none of these keys or sections, nor anything in or around them, has a fault."""
+        wanted = [tuple(key.split(".")) for key in keys]
+        return not any(a[: len(b)] == b or b[: len(a)] == a for a in wanted for b in self.faulty)
 
     def place(self, key: KeyPath) -> Origin | None:
         """Where `key`, or what it is in, was given; None where neither was."""

@@ -57,6 +57,54 @@ def test_every_fault_of_the_file_is_an_entry(write_job: Write, capsys: Captured)
     assert [message[:15] for message in messages] == ["sampling.n is n", "sampling.top_p:"]
 
 
+def test_faults_of_the_file_do_not_hide_those_of_the_world(write_job: Write, capsys: Captured) -> None:
+    """Everything that is wrong in one pass, and nothing that only follows from something else."""
+    Path(write_job()).write_text(
+        "model: {path: ./gone, dtype: int3}\n"
+        "input: {path: gone.jsonl, limit: 0}\n"
+        "output: {path: job.yaml, part_rows: 0}\n"
+        "sampling: {top_p: 7, min_tokens: 300, max_tokens: x}\n"
+        "run: {grace: soon}\n"
+    )
+    assert main(["validate", "job.yaml", "--json"]) == 2
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert [(fault["line"], fault["key"], fault["exit_code"]) for fault in faults] == [
+        (1, "model.dtype", 2),
+        (2, "input.limit", 2),
+        (3, "output.part_rows", 2),
+        (4, "sampling.top_p", 2),
+        (4, "sampling.max_tokens", 2),
+        (5, "run.grace", 2),
+        (2, "input.path", 3),
+        (1, "model.path", 2),
+        (3, "output.path", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("extra", "keys"),
+    [
+        ("prompt: {usr: x}\n", ["prompt.usr"]),
+        ("prompt: {mode: talk, user: '{{ gone }}'}\n", ["prompt.mode"]),
+        ("sampling: {seed: -1}\nprompt: {user: '{{ gone }}'}\n", ["sampling.seed", "prompt.user"]),
+        ("name: a b\n", ["name"]),
+        ("zzz: 1\n", ["zzz"]),
+    ],
+)
+def test_a_fault_brings_no_others_with_it(
+    write_job: Write, capsys: Captured, extra: str, keys: list[str]
+) -> None:
+    assert main(["validate", write_job(extra), "--json"]) == 2
+    assert [fault["key"] for fault in json.loads(capsys.readouterr().out)["faults"]] == keys
+
+
+def test_a_job_without_its_sections(write_job: Write, capsys: Captured) -> None:
+    Path(write_job()).write_text("model: {dtype: bf16}\nsampling: 3\n")
+    assert main(["validate", "job.yaml", "--json"]) == 2
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert [fault["key"] for fault in faults] == ["input", "output", "model", "sampling"]
+
+
 def test_a_fault_for_a_program(write_job: Write, capsys: Captured) -> None:
     job = write_job("sampling: {seed: -1}\n")
     assert main(["validate", job, "--json"]) == 2
