@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 VERBS = (
     "run",
     "validate",
+    "plan",
     "show",
     "status",
     "report",

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from batchgen.models.attention import ATTENTION_NAME, register_attention
+from batchgen.models.source import CONTEXT_LENGTHS
 from batchgen.types import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,7 +64,7 @@ def context_length(config: PretrainedConfig) -> int:
         UsageError: the configuration does not say.
     """
     config = config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+    for name in CONTEXT_LENGTHS:
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
             return value

@@ -6,6 +6,7 @@ configuration and tokenizer only; its weights are fetched, or converted from GGU
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from batchgen.models import gguf
 from batchgen.models.hub import Snapshot, fetch_files, find_snapshot
 from batchgen.models.weights import INDEX, shards, wanted_weights, weight_files
 from batchgen.types import UsageError
+
+CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""Keys of a configuration that hold the context length, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,20 @@ def find_model(path: str, revision: str | None = None, *, allow_pickle: bool = F
     if revision is not None and source.snapshot is None:
         raise UsageError(f"model.revision: {path} is local and has no revisions; remove model.revision")
     return source
+
+
+def declared_context_length(folder: Path) -> int | None:
+    """The longest sequence that a `config.json` says its model was made for; None where it does not say.
+
+    For those who need no more than that; `loader.context_length` also knows each kind of model's default.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        config = {**config, **config.get("text_config", {})}
+    except (OSError, ValueError, TypeError):
+        return None
+    lengths = [config.get(name) for name in CONTEXT_LENGTHS]
+    return next((n for n in lengths if type(n) is int and n > 0), None)
 
 
 def find_tokenizer(path: str) -> ModelSource:

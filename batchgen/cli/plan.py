@@ -1,0 +1,288 @@
+"""`batchgen plan`: what a job will do, without a GPU and without weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batchgen.cli.options import AS_JSON, JOB, SET, print_json
+
+if TYPE_CHECKING:
+    from batchgen.cli.checks import Prepared, Report
+    from batchgen.data.row import Row
+    from batchgen.data.source import InputSet
+    from batchgen.job.fingerprints import Fingerprints
+    from batchgen.job.plan_folder import FolderOutlook
+    from batchgen.job.spec import JobSpec
+
+READ = 100_000
+SAMPLE = 2_000
+
+
+@click.command("plan", short_help="What a job will do: rows, tokens, faults, disk, a resume; no weights.")
+@JOB
+@click.option("--full", is_flag=True, help="Read and tokenize every row; minutes on large inputs.")
+@click.option(
+    "--sample",
+    type=click.IntRange(min=1),
+    default=SAMPLE,
+    show_default=True,
+    metavar="N",
+    help=f"Tokenize N rows, taken evenly from the first {READ:,}.",
+)
+@SET
+@AS_JSON
+def command(job: Path, full: bool, sample: int, sets: tuple[str, ...], as_json: bool) -> int:
+    """Show what a job will do before it costs anything.
+
+    Rows and tokens, what would fail and why, prompts that are too long, rows that occur twice, shared
+    beginnings, disk, and what `run` would do with what the output folder holds. The exit code is what `run`
+    would end with before it loads weights: 0, 2, 3, 4 or 5.
+    """
+    from batchgen.cli import checks
+    from batchgen.job.load import load_job
+
+    spec = load_job(job, sets)
+    report = checks.Report()
+    with closing(checks.check_job(spec, report, rows_for_ids=checks.ROWS_FOR_IDS)) as found:
+        if found.inputs is None or found.prompt is None or found.source is None:
+            report.raise_faults()
+        with report.check("output", "path"):
+            checks.check_output_writable(spec)
+        plan = _plan(spec, found, report, None if full else sample)
+    _judge(plan, report)
+    plan |= {
+        "faults": [report.sentence(fault) for fault in report.faults],
+        "notes": [*spec.notes, *report.notes],
+        "exit_code": report.exit_code,
+    }
+    if as_json:
+        print_json(plan)
+    else:
+        _print(plan)
+    return report.exit_code
+
+
+def _judge(plan: Mapping[str, Any], report: Report) -> None:
+    """What would stop `run` besides what the checks have found."""
+    from batchgen.types import DriftError, UsageError
+
+    ids = plan["duplicates"]["ids"]
+    if ids["rows"] and not report.faults:
+        example = ids["examples"][0]
+        report.faults.append(
+            UsageError(
+                f"input.id: ids must be distinct, but {ids['rows']:,} rows have the id of an earlier one, "
+                f"as row {example['row']:,} has that of row {example['equals_row']:,}"
+            )
+        )
+    if plan["resume"]["would"] == "refuse":
+        report.faults.append(DriftError("the output folder belongs to a job that differs from this one"))
+
+
+def _plan(spec: JobSpec, found: Prepared, report: Report, sample: int | None) -> dict[str, Any]:
+    from batchgen.cli import checks
+    from batchgen.job.plan import Outlook, make_plan
+    from batchgen.job.plan_rows import Everything, Sample, scan_rows
+    from batchgen.job.plan_tokens import TokenCounter
+    from batchgen.text.prompt import PromptRenderer
+
+    assert found.inputs is not None
+    assert found.prompt is not None
+    assert found.source is not None
+    tokenizer = checks.load_tokenizer(found.tokenizer_source or found.source)
+    before = len(report.faults)
+    checks.check_prompt(spec, found.prompt, tokenizer, report)
+    if len(report.faults) > before:
+        # Every row would fail to render; there is nothing to count.
+        report.raise_faults()
+    folder = _folder(spec, found, report)
+    longest = _max_model_len(spec, found, folder)
+    renderer = PromptRenderer(found.prompt, tokenizer)
+    cut = spec.prompt.overflow.startswith("truncate")
+    counter = TokenCounter(renderer, spec.sampling.max_tokens, longest, cut=cut)
+    sampler = Everything(counter.take) if sample is None else Sample(sample, counter.take)
+    columns = sorted(found.prompt.required_columns())
+    last = _Last()
+    rows = last.watch(_selected(spec, found.inputs))
+    scan = scan_rows(rows, columns, None if sample is None else READ, sampler)
+    known = found.inputs.num_rows()
+    if known is None and folder is not None:
+        known = folder.rows_input
+    existing = next(path for path in (spec.output_folder, *spec.output_folder.parents) if path.exists())
+    return make_plan(
+        Outlook(
+            scan=scan,
+            tokens=counter.scan,
+            full=sample is None,
+            rows_known=_limited(spec, known),
+            rows_guessed=_limited(spec, _guess(found.inputs, last.row)),
+            folder=folder,
+            max_tokens=spec.sampling.max_tokens,
+            max_model_len=longest,
+            overflow=spec.prompt.overflow,
+            bytes_free=shutil.disk_usage(existing).free,
+            min_free_disk=spec.run.min_free_disk,
+        )
+    )
+
+
+class _Last:
+    """Remembers the row that passed last."""
+
+    def __init__(self) -> None:
+        self.row: Row | None = None
+
+    def watch(self, rows: Iterable[Row]) -> Iterator[Row]:
+        for row in rows:
+            self.row = row
+            yield row
+
+
+def _selected(spec: JobSpec, inputs: InputSet) -> Iterable[Row]:
+    return islice(inputs.rows(), spec.input.limit)
+
+
+def _limited(spec: JobSpec, rows: int | None) -> int | None:
+    return rows if rows is None or spec.input.limit is None else min(rows, spec.input.limit)
+
+
+def _guess(inputs: InputSet, last: Row | None) -> int | None:
+    """Rows of the input, from the bytes of those that were read; None where compression hides them."""
+    if last is None or any(file.compression != "none" for file in inputs.files):
+        return None
+    place = last.next_position
+    read = sum(file.size for file in inputs.files[: place.file_index]) + place.offset
+    return round(place.ordinal * sum(file.size for file in inputs.files) / read) if read else None
+
+
+def _folder(spec: JobSpec, found: Prepared, report: Report) -> FolderOutlook | None:
+    from batchgen.job.plan_folder import look_at_folder
+
+    if not (spec.output_folder / "manifest.json").exists():
+        return None
+    return look_at_folder(spec.output_folder, _fingerprints(spec, found, report))
+
+
+def _fingerprints(spec: JobSpec, found: Prepared, report: Report) -> Fingerprints | None:
+    """Of the job; None where its weights are not here to be compared."""
+    from batchgen.cli.checks import model_files
+    from batchgen.job.fingerprints import fingerprint
+    from batchgen.types import UsageError
+
+    assert found.inputs is not None
+    assert found.source is not None
+    try:
+        return fingerprint(
+            spec, model_files(found.source, found.tokenizer_source), found.inputs.fingerprint()
+        )
+    except UsageError as error:
+        report.notes.append(f"the job was not compared with the output folder's: {error}")
+        return None
+
+
+def _max_model_len(spec: JobSpec, found: Prepared, folder: FolderOutlook | None) -> int | None:
+    """Pinned, asked for, or what the model was made for; the engine may find less memory than that."""
+    from batchgen.models.source import declared_context_length
+
+    if folder is not None and folder.max_model_len is not None:
+        return folder.max_model_len
+    if spec.model.max_model_len is not None:
+        return spec.model.max_model_len
+    assert found.source is not None
+    return declared_context_length(found.source.tokenizer_folder())
+
+
+def _print(plan: Mapping[str, Any]) -> None:
+    from batchgen.cli.terminal import safe_line
+
+    for line in _lines(plan):
+        click.echo(safe_line(line))
+
+
+def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    rows, tokens, disk = plan["rows"], plan["tokens"], plan["disk"]
+    about = "" if rows["exact"] else "about "
+    yield f"rows      {about}{_number(rows['total'])}; {rows['read']:,} read, {rows['tokenized']:,} tokenized"
+    about = "" if tokens["exact"] else "about "
+    lengths = tokens["prompt_lengths"]
+    yield (
+        f"prompts   {about}{_number(tokens['prompt'])} tokens; one has {lengths['mean']:,.0f} in the mean, "
+        f"{lengths['p50']:,.0f} in the median, {lengths['max']:,.0f} at most"
+    )
+    expected = tokens["output_expected"]
+    yield f"outputs   at most {_number(tokens['output_at_most'])} tokens" + (
+        "" if expected is None else f", {_number(expected)} if they are as long as those that are done"
+    )
+    if tokens["shared_prefix_share"] is not None:
+        yield f"prefixes  {tokens['shared_prefix_share']:.0%} of tokenized prompts begin as another one does"
+    yield from _finding_lines(plan)
+    yield f"disk      {_number(disk['needed'])} bytes needed ({disk['basis']}), {disk['free']:,} free"
+    yield from _resume_lines(plan)
+    for fault in plan["faults"]:
+        yield f"fault     {fault}"
+    for warning in plan["warnings"]:
+        yield f"warning   {warning}"
+    for note in plan["notes"]:
+        yield f"note      {note}"
+
+
+def _finding_lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    long = plan["too_long"]
+    if long["max_model_len"] is None:
+        yield "context   its length is not known without the weights"
+    else:
+        yield (
+            f"context   {long['max_model_len']:,} tokens; {long['found']:,} of {long['among_rows']:,} "
+            "prompts are too long" + (f" and {long['they']}" if long["found"] else "")
+        )
+    for example in long["examples"]:
+        yield f"          row {example['row']:,} has {example['tokens']:,} tokens"
+    for error in plan["errors"]:
+        yield (
+            f"error     {error['class']}: {error['found']:,} of {error['among_rows']:,} rows, "
+            f"about {_number(error['estimated'])} in all"
+        )
+        for example in error["examples"]:
+            yield f"          row {example['row']:,}: {example['message']}"
+    among = plan["duplicates"]["among_rows"]
+    for key, name in (("ids", "the id"), ("prompts", "the prompt")):
+        found = plan["duplicates"][key]
+        pairs = ", ".join(f"row {e['row']:,} as row {e['equals_row']:,}" for e in found["examples"])
+        yield f"twice     {found['rows']:,} of {among:,} rows have {name} of an earlier one" + (
+            f": {pairs}" if pairs else ""
+        )
+    control = plan["control_tokens"]
+    if control["tokens"]:
+        yield f"control   {control['tokens']:,} control tokens in the text of {control['rows']:,} rows"
+    for note, count in plan["input_notes"].items():
+        yield f"input     {note}: {count:,} rows"
+
+
+def _resume_lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    from batchgen.cli.progress import clock
+
+    resume, left = plan["resume"], _number(plan["rows"]["left"])
+    sentence = {
+        "start": "would start the job: the output folder holds none",
+        "continue": f"would continue: {resume['rows_done']:,} rows are done, {left} left",
+        "do nothing": "would do nothing: every row is done",
+        "wait": "would wait for the run that owns the folder, and refuse if it lives",
+        "refuse": "would refuse: the folder belongs to a job that differs from this one",
+    }
+    yield f"run       {sentence[resume['would']]}"
+    for difference in resume["differences"]:
+        for line in difference.split("\n"):
+            yield f"          {line.strip()}"
+    if plan["seconds"] is not None:
+        yield f"time      about {clock(plan['seconds'])} at the speed of earlier attempts"
+
+
+def _number(value: float | None) -> str:
+    return "an unknown number of" if value is None else f"{value:,}"

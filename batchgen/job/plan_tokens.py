@@ -1,0 +1,132 @@
+"""What tokenizing rows says of a job before it runs: lengths, rows that would fail, shared beginnings.
+
+For `plan`, which hands in batches of rows: a sample of them, or all.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from batchgen.core.block_hash import ROOT_HASH, hash_block
+from batchgen.job.histogram import Histogram
+from batchgen.job.part_summary import ErrorGroup
+from batchgen.job.plan_rows import EXAMPLES, Prompt
+from batchgen.types import RowError
+
+BLOCK = 16
+MOST_BLOCKS = 1 << 20
+"""Blocks that are remembered, some 100 MB; beyond, shared beginnings are found only with those."""
+_NO_LIMIT = 1 << 62
+
+
+class Prepared(Protocol):
+    """A rendered row; `batchgen.text.prompt.PreparedRow`."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def control_tokens(self) -> int: ...
+
+
+class Renderer(Protocol):
+    """`batchgen.text.prompt.PromptRenderer`."""
+
+    def prepare_batch(
+        self, rows: Sequence[tuple[int, Mapping[str, Any]]], max_model_len: int
+    ) -> Sequence[Any]: ...
+
+
+@dataclass(slots=True)
+class TokenScan:
+    """What was found.
+
+    Args:
+        rows: that were rendered, those that cannot be too.
+        lengths: of prompts that can be.
+        errors: rows that would fail, by class.
+        too_long: rows that leave no room to answer, with the first of them: row, tokens.
+        control_rows, control_tokens: rows whose own text spells control tokens, and how many.
+        runnable: rows that would run.
+        prompt_tokens: of those, as they would run.
+        output_room: output tokens that `max_tokens` and the context allow them.
+        shared_tokens: prompt tokens in blocks that begin as an earlier prompt does.
+    """
+
+    rows: int = 0
+    lengths: Histogram = field(default_factory=Histogram)
+    errors: dict[str, ErrorGroup] = field(default_factory=dict)
+    too_long: int = 0
+    too_long_examples: list[tuple[int, int]] = field(default_factory=list)
+    control_rows: int = 0
+    control_tokens: int = 0
+    runnable: int = 0
+    prompt_tokens: int = 0
+    output_room: int = 0
+    shared_tokens: int = 0
+
+
+class TokenCounter:
+    """Tokenizes batches.
+
+    Args:
+        renderer: of the job.
+        max_tokens: `sampling.max_tokens`.
+        max_model_len: of the model; None where it is not known.
+        cut: whether prompts that are too long are cut to fit; else they do not run.
+    """
+
+    def __init__(
+        self, renderer: Renderer, max_tokens: int, max_model_len: int | None, *, cut: bool = False
+    ) -> None:
+        self._renderer = renderer
+        self._max_tokens = max_tokens
+        self._max_model_len = _NO_LIMIT if max_model_len is None else max_model_len
+        self._cut = cut
+        self._blocks: set[bytes] = set()
+        self.scan = TokenScan()
+
+    def take(self, batch: list[Prompt]) -> None:
+        """Add rows."""
+        scan, lengths = self.scan, list[int]()
+        # Whatever the job does with prompts that are too long must not happen here: they are counted.
+        prepared = self._renderer.prepare_batch([(row, values) for row, _, values in batch], _NO_LIMIT)
+        for (row, row_id, _), result in zip(batch, prepared, strict=True):
+            scan.rows += 1
+            if isinstance(result, RowError):
+                group = scan.errors.setdefault(result.error_class.value, ErrorGroup())
+                group.add(row, row_id, result.message)
+                continue
+            lengths.append(len(result.token_ids))
+            self._count(row, result)
+        scan.lengths.add(lengths)
+
+    def _count(self, row: int, prepared: Prepared) -> None:
+        scan, length = self.scan, len(prepared.token_ids)
+        scan.control_rows += prepared.control_tokens > 0
+        scan.control_tokens += prepared.control_tokens
+        if length >= self._max_model_len:
+            scan.too_long += 1
+            if len(scan.too_long_examples) < EXAMPLES:
+                scan.too_long_examples.append((row, length))
+            if not self._cut:
+                return
+            length = self._max_model_len - 1
+        scan.runnable += 1
+        scan.prompt_tokens += length
+        scan.output_room += min(self._max_tokens, self._max_model_len - length)
+        scan.shared_tokens += self._shared(prepared.token_ids[:length])
+
+    def _shared(self, ids: list[int]) -> int:
+        """Tokens of the longest beginning, in whole blocks, that an earlier prompt has as well."""
+        shared, name = 0, ROOT_HASH
+        for start in range(0, len(ids) - BLOCK + 1, BLOCK):
+            name = hash_block(name, array("i", ids[start : start + BLOCK]).tobytes())
+            if name in self._blocks:
+                shared += BLOCK
+            elif len(self._blocks) < MOST_BLOCKS:
+                self._blocks.add(name)
+        # The engine computes the last token of a prompt in any case.
+        return min(shared, max(0, (len(ids) - 1) // BLOCK * BLOCK))
