@@ -8,7 +8,7 @@ MODEL := build/SmolLM2-135M-Instruct.Q4_1.gguf
 HUMANEVAL := build/HumanEval.jsonl.gz
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity invariance properties storm memory bench clean
+.PHONY: help venv demo test ci lint unit parity invariance properties storm memory bench audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,7 @@ test: lint unit ## everything that must hold before a commit, under 10 minutes
 ci: test ## the longer suites too, under 60 minutes
 	BATCHGEN_STEPS=150000 $(BIN)/python -m pytest tests/core -k machine --timeout 1800
 	BATCHGEN_SCHEDULES=20 $(BIN)/python -m pytest tests/parity/test_real_invariance.py --timeout 1800
+	BATCHGEN_FUZZ=50 $(BIN)/python -m pytest tests/spec/test_job_file_fuzz.py --timeout 1800
 	$(BIN)/python tests/e2e/storm.py --kills 3 --rows 32 --fresh
 
 parity: $(MODEL) $(HUMANEVAL) ## greedy output against transformers on 64 real prompts
@@ -66,6 +67,9 @@ memory: $(MODEL) ## resident memory over 20,000 rows
 
 bench: $(MODEL) $(HUMANEVAL) ## tokens/s beside transformers' generate, on an idle machine
 	$(BIN)/python tests/bench/versus_generate.py
+
+audit: $(VENV)/.installed ## known vulnerabilities of the dependencies
+	$(BIN)/python tests/packaging/audit.py
 
 clean: ## remove what was built, not the virtual environment
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache

@@ -32,6 +32,17 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     assert "batchgen" in done.stdout
 
 
+def test_help_of_every_verb_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from batchgen.cli.main import VERBS, main\n"
+        "for verb in VERBS: assert main([verb, '--help']) == 0, verb\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
+    assert done.stdout.count("Usage: batchgen ") == len(cli.VERBS)
+
+
 def test_help_lists_every_verb_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
