@@ -63,6 +63,7 @@ class Fault:
         after_tokens: happens once this process has sampled so many.
         at_start: happens before the engine is ready.
         times: how often over all processes, counted in `Behaviour.state`; None for always.
+        spare: how often it would happen first, and does not.
         exit_code: of `exit` and `fatal`.
         message: of `fatal` and of error rows.
     """
@@ -72,6 +73,7 @@ class Fault:
     after_tokens: int | None = None
     at_start: bool = False
     times: int | None = None
+    spare: int = 0
     exit_code: int = 11
     message: str = "the fake engine chokes"
 
@@ -153,6 +155,7 @@ class FakeCore:
         self.behaviour = behaviour
         self.counters = _Totals()
         self.stats = SchedulerStats(pool_total=max_num_seqs, block_size=16)
+        self.on_step: Callable[[list[int]], None] | None = None
         self._max_num_seqs = max_num_seqs
         self._waiting: deque[_Live] = deque()
         self._running: dict[int, _Live] = {}
@@ -191,6 +194,8 @@ class FakeCore:
         self._admit()
         if not self._running:
             return []
+        if self.on_step is not None:
+            self.on_step(list(self._running))
         if self.behaviour.step_seconds:
             time.sleep(self.behaviour.step_seconds)
         faulty = self._by_row.keys() & self._running.keys() if self._by_row else ()
@@ -208,6 +213,10 @@ class FakeCore:
                 news.append((row, live.reported, live.ids[live.reported :]))
                 live.reported = len(live.ids)
         return news
+
+    def fail(self, request_id: int, error: RowError) -> Output:
+        live = self._running.pop(request_id)
+        return Output(request_id, prompt_tokens=len(live.request.prompt_token_ids), error=error)
 
     def drop_unstarted(self) -> None:
         self._waiting.clear()
@@ -268,17 +277,16 @@ class FakeCore:
 
 def _once_more(fault: Fault, behaviour: Behaviour) -> bool:
     """Whether a fault happens again; counted on disk, because the process may not live to tell."""
-    if fault.times is None:
+    if fault.times is None and not fault.spare:
         return True
     if behaviour.state is None:
         raise ValueError("Fault.times needs Behaviour.state")
     name = hashlib.blake2b(repr(fault).encode(), digest_size=8).hexdigest()
     fd = os.open(Path(behaviour.state, name), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     try:
-        if os.fstat(fd).st_size >= fault.times:
-            return False
+        before = os.fstat(fd).st_size
         os.write(fd, b"x")
-        return True
+        return before >= fault.spare and (fault.times is None or before - fault.spare < fault.times)
     finally:
         os.close(fd)
 

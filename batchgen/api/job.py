@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -151,13 +152,15 @@ def drive(
     from batchgen.cli.progress import make_progress
     from batchgen.job.metrics import serve_metrics
     from batchgen.job.run_options import options_from_spec
+    from batchgen.job.stop_signals import stoppable
 
+    began = time.monotonic()
     report = checks.Report()
     checked = checks.check_job(spec, report, rows_for_ids=ROWS_FOR_IDS, resume=not overwrite)
-    with closing(checked) as found:
+    with stoppable(), closing(checked) as found:
         report.raise_faults()
         setup = prepare(found)
-        options = options_from_spec(spec, overwrite=overwrite, accept_drift=accept_drift)
+        options = options_from_spec(spec, overwrite=overwrite, accept_drift=accept_drift, began=began)
         with closing(display or make_progress(spec.run.progress)) as shown:
             for note in (*spec.notes, *report.notes):
                 shown.note(f"note: {note}")

@@ -145,6 +145,9 @@ def _check_input(spec: JobSpec, report: Report, found: Prepared, rows_for_ids: i
     if spec.sound("input.columns", "output"):
         with report.check("output"):
             report.notes += _check_output_columns(spec, found.inputs)
+    if spec.sound("run.priority"):
+        with report.check("run", "priority"):
+            _check_priority(spec, found.inputs)
     if spec.sound("input"):
         with report.check("input", "path"):
             _check_rows(spec, found.inputs, report, rows_for_ids)
@@ -362,6 +365,14 @@ def _check_output_columns(spec: JobSpec, inputs: InputSet) -> list[str]:
         include=spec.output.include,
     )
     return plan.notes()
+
+
+def _check_priority(spec: JobSpec, inputs: InputSet) -> None:
+    column, columns = spec.run.priority, list(inputs.columns())
+    if column is not None and column not in columns:
+        raise UsageError(
+            f"run.priority: the input has no column {column!r} (it has {', '.join(map(repr, columns))})"
+        )
 
 
 @dataclass(slots=True)

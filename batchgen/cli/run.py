@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Where the job has changed: keep what is finished, compute the other rows as the job says now.",
 )
+@click.option(
+    "--workers", type=click.IntRange(min=1), metavar="N", help="Engine processes (run.workers); same output."
+)
 @click.option("--max-time", metavar="DURATION", help="Stop by then, to be continued (run.max_time): 90m, 8h.")
 @click.option(
     "--progress",
@@ -44,6 +47,7 @@ def command(
     sets: tuple[str, ...],
     overwrite: bool,
     accept_drift: bool,
+    workers: int | None,
     max_time: str | None,
     progress: str | None,
 ) -> int:
@@ -55,17 +59,19 @@ def command(
     from batchgen.api.job import Job
     from batchgen.job.load import load_job
 
-    spec = load_job(job, [*sets, *_flags(limit, rows, max_time, progress)])
-    return Job.from_spec(spec).run(overwrite=overwrite, accept_drift=accept_drift, launch=launch).exit_code
+    flags = _flags(
+        ("--limit", "input.limit", limit),
+        ("--rows", "input.rows", rows),
+        ("--workers", "run.workers", workers),
+        ("--max-time", "run.max_time", max_time),
+        ("--progress", "run.progress", progress),
+    )
+    job_run = Job.from_spec(load_job(job, [*sets, *flags]))
+    return job_run.run(overwrite=overwrite, accept_drift=accept_drift, launch=launch).exit_code
 
 
-def _flags(limit: int | None, rows: str | None, max_time: str | None, progress: str | None) -> list[Override]:
+def _flags(*flags: tuple[str, str, Any]) -> list[Override]:
+    """Keys of the job file that were given as flags."""
     from batchgen.job.load import Override
 
-    given = {
-        "--limit": ("input.limit", limit),
-        "--rows": ("input.rows", rows),
-        "--max-time": ("run.max_time", max_time),
-        "--progress": ("run.progress", progress),
-    }
-    return [Override(key, str(value), flag) for flag, (key, value) in given.items() if value is not None]
+    return [Override(key, str(value), flag) for flag, key, value in flags if value is not None]

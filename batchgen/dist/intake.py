@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchgen.dist.channel import Channel, ChannelClosed
@@ -60,6 +60,8 @@ class Intake:
         self._ready: queue.SimpleQueue[Request | Output] = queue.SimpleQueue()
         self._control: queue.SimpleQueue[Mapping[str, Any] | Closed] = queue.SimpleQueue()
         self._raw: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+        # The row of which one token is to be computed to show that the engine works; set and reset outside.
+        self.canary: int | None = None
         self._wake = threading.Event()
         for work in (self._receive, self._prepare_all):
             threading.Thread(target=work, name=f"intake{work.__name__}", daemon=True).start()
@@ -89,6 +91,9 @@ class Intake:
                 message = self._channel.receive()
                 if message["type"] == "rows":
                     self._raw.put(message["rows"])
+                elif message["type"] == "canary":
+                    self.canary = message["row"]
+                    self._raw.put([[message["row"], message["values"], [], 0]])
                 else:
                     self._control.put(message)
                     self._wake.set()
@@ -119,17 +124,16 @@ class Intake:
             self._ready.put(item)
 
     def _prepare_group(self, group: list[Any]) -> list[Request | Output]:
-        sampled = [self._sampled(columns) for _, columns, _ in group]
+        sampled = [self._sampled(columns) for _, columns, *_ in group]
         good = [(row, how) for row, how in zip(group, sampled, strict=True) if isinstance(how, SamplingParams)]
         prompts = self._renderer.prepare_batch(
-            [(row, columns) for (row, columns, _), _ in good], self._max_model_len, [how for _, how in good]
+            [(row[0], row[1]) for row, _ in good], self._max_model_len, [how for _, how in good]
         )
         refused = [
             Output(row[0], error=how) for row, how in zip(group, sampled, strict=True) if isinstance(how, RowError)
         ]
         return refused + [
-            self._request(row, prompt, how, partial)
-            for ((row, _, partial), how), prompt in zip(good, prompts, strict=True)
+            self._request(row, prompt, how) for (row, how), prompt in zip(good, prompts, strict=True)
         ]
 
     def _sampled(self, columns: Mapping[str, Any]) -> SamplingParams | RowError:
@@ -138,29 +142,32 @@ class Intake:
         except RowFailure as failure:
             return failure.error
 
-    def _request(
-        self, row: int, prompt: PreparedRow | RowError, sampling: SamplingParams, partial: list[int]
-    ) -> Request | Output:
+    def _request(self, item: Any, prompt: PreparedRow | RowError, sampling: SamplingParams) -> Request | Output:
+        row, _, partial, priority = item
         if isinstance(prompt, RowError):
             return Output(row, error=prompt)
-        self._included.prepared(prompt, sampling.seed)
+        if row == self.canary:
+            sampling = replace(sampling, max_tokens=1, min_tokens=0)
+        else:
+            self._included.prepared(prompt, sampling.seed)
         return Request(
             request_id=row,
             prompt_token_ids=prompt.token_ids,
             sampling=sampling,
             output_token_ids=list(partial),
+            priority=priority,
             control_tokens=prompt.control_tokens,
             truncated_tokens=prompt.truncated_tokens,
         )
 
     def _sort_key(self, item: Request | Output) -> Any:
         if isinstance(item, Output):
-            return (0, [])
+            return (-(2**63), [])
         if self._order == "prefix":
-            return (1, item.prompt_token_ids)
+            return (-item.priority, item.prompt_token_ids)
         if self._order == "length":
-            return (1, [-len(item.prompt_token_ids)])
-        return (1, [])
+            return (-item.priority, [-len(item.prompt_token_ids)])
+        return (-item.priority, [])
 
 
 def _drain(source: queue.SimpleQueue[Any], limit: int | None) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from batchgen.core.stats import SchedulerStats
 from batchgen.dist.channel import Channel, ChannelClosed, die_with_parent
 from batchgen.dist.included import Included
 from batchgen.dist.intake import Closed, Intake
+from batchgen.dist.row_clock import RowClock
 from batchgen.job.counters import CounterWriter
 from batchgen.sampling.overrides import RowSampling
 from batchgen.text.prompt import PromptRenderer
@@ -53,6 +54,8 @@ class Core(Protocol):
     """What the loop asks of an engine; `batchgen.engine.core.EngineCore` is one."""
 
     max_model_len: int
+    on_step: Callable[[list[int]], None] | None
+    """Called with the rows of a step before it is computed."""
 
     @property
     def counters(self) -> Totals: ...
@@ -63,6 +66,7 @@ class Core(Protocol):
     def add(self, request: Request) -> Output | None: ...
     def step(self) -> list[Output]: ...
     def partials(self) -> list[tuple[int, int, list[int]]]: ...
+    def fail(self, request_id: int, error: RowError) -> Output: ...
     def drop_unstarted(self) -> None: ...
     def close(self) -> None: ...
 
@@ -109,6 +113,10 @@ class WorkerLoop:
         self._engine = build(config)
         self._core = self._engine.core
         self._max_seqs = self._engine.max_num_seqs
+        self._core.on_step = self._begin_step
+        timeout = config.get("row_timeout")
+        self._clock = None if timeout is None else RowClock(timeout, self._core.fail)
+        self._canary_tokens = 0
         self._draining = False
         self._stopping = False
         self._last_progress = 0.0
@@ -133,7 +141,7 @@ class WorkerLoop:
         while not self._stopping:
             self._handle_control()
             self._admit()
-            outputs = self._core.step()
+            outputs = self._without_canary(self._step())
             self._count()
             # Ahead of the last results, after which the supervisor may have heard enough.
             self._send_progress(now=bool(outputs) and not self._core.num_unfinished)
@@ -142,6 +150,27 @@ class WorkerLoop:
                 self._intake.wait(IDLE_SECONDS)
         self._send_partials(None)
         self._core.close()
+
+    def _begin_step(self, rows: list[int]) -> None:
+        self._counters.begin_step(rows)
+        if self._clock is not None:
+            self._clock.begin(rows)
+
+    def _step(self) -> list[Output]:
+        outputs = self._core.step()
+        return outputs if self._clock is None else [*outputs, *self._clock.end(outputs)]
+
+    def _without_canary(self, outputs: list[Output]) -> list[Output]:
+        """Answer a canary, if its output is here; what it sampled is no row's."""
+        canary = self._intake.canary
+        if canary is None:
+            return outputs
+        others = [output for output in outputs if output.request_id != canary]
+        if len(others) < len(outputs):
+            self._intake.canary = None
+            self._canary_tokens += sum(o.completion_tokens for o in outputs if o.request_id == canary)
+            self._channel.send({"type": "canary"})
+        return others
 
     def _send_ready(self) -> None:
         engine = self._engine
@@ -189,7 +218,7 @@ class WorkerLoop:
             output = item if isinstance(item, Output) else self._core.add(item)
             if output is not None:
                 rejected.append(output)
-        self._send_results(rejected)
+        self._send_results(self._without_canary(rejected))
 
     def _send_results(self, outputs: list[Output]) -> None:
         if outputs:
@@ -198,12 +227,14 @@ class WorkerLoop:
 
     def _send_partials(self, checkpoint: int | None) -> None:
         rows = [list(p) for p in self._core.partials()]
-        sampled = self._core.counters.sampled
+        sampled = self._core.counters.sampled - self._canary_tokens
         self._channel.send({"type": "partials", "id": checkpoint, "rows": rows, "sampled": sampled})
 
     def _count(self) -> None:
         counters = self._core.counters
-        self._counters.update(sampled=counters.sampled, computed=counters.computed)
+        self._counters.update(
+            sampled=counters.sampled - self._canary_tokens, computed=counters.computed
+        )
 
     def _send_progress(self, *, now: bool) -> None:
         clock = time.monotonic()

@@ -75,7 +75,12 @@ def _engine_config(config: Mapping[str, Any], pinned: Mapping[str, Any]) -> Engi
     for name in ("dtype", "max_model_len"):
         if pinned.get(name) is not None:
             settings[name] = pinned[name]
-    return EngineConfig(model=config["model"], tokenizer=config.get("tokenizer"), **settings)
+    return EngineConfig(
+        model=config["model"],
+        tokenizer=config.get("tokenizer"),
+        sharers=config.get("workers", 1),
+        **settings,
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from batchgen.core.scheduler import Scheduler, SchedulerConfig
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.core import EngineCore
 from batchgen.engine.invariance import find_row_multiple, model_is_invariant
-from batchgen.engine.memory import MemoryPlan, default_threads, plan_memory
+from batchgen.engine.memory import MemoryPlan, available_memory, default_threads, plan_memory
 from batchgen.engine.runner import ModelRunner
 from batchgen.models.activations import make_activations_rowwise
 from batchgen.models.loader import LoadedModel, context_length, load_model
@@ -76,7 +76,7 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     Raises:
         UsageError: the model cannot run here as asked; says why and which setting to change.
     """
-    threads = config.num_threads or default_threads()
+    threads = config.num_threads or max(1, default_threads() // config.sharers)
     torch.set_num_threads(threads)
     dtype = "float32" if config.dtype == "auto" else config.dtype
     tokenizer = tokenizer or load_tokenizer(config)
@@ -154,6 +154,7 @@ def _memory(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         kv_cache_memory=config.kv_cache_memory,
+        available=available_memory() // config.sharers,
     )
 
 

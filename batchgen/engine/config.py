@@ -24,7 +24,8 @@ class EngineConfig:
         prefix_caching: share blocks of equal prefixes.
         deterministic: `auto` checks batch invariance where it is promised; False skips the padding it
             needs; True makes its absence an error.
-        num_threads: CPU threads; None is torch's own choice.
+        num_threads: CPU threads; None is this engine's share of those that the process may use.
+        sharers: engines that share this machine's cores and memory, this one included.
         debug_checks: assert the scheduler's invariants after every step.
     """
 
@@ -42,4 +43,5 @@ class EngineConfig:
     prefix_caching: bool = True
     deterministic: str | bool = "auto"
     num_threads: int | None = None
+    sharers: int = 1
     debug_checks: bool = False

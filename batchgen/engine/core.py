@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +84,8 @@ class EngineCore:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.counters = EngineCounters()
+        self.on_step: Callable[[list[int]], None] | None = None
+        """Called with the requests of a step before it is computed."""
         self._live: dict[int, _Live] = {}
         self._rules_of: dict[SamplingParams, StopRules] = {}
 
@@ -152,6 +154,8 @@ class EngineCore:
         budget: int | None = None
         while True:
             planned = self.scheduler.schedule(budget)
+            if self.on_step is not None:
+                self.on_step([s.request.request_id for s in planned.scheduled])
             try:
                 return planned, self.runner.execute(planned)
             except BaseException as error:
@@ -181,6 +185,12 @@ class EngineCore:
         """Forget every request, running or waiting."""
         for row in list(self._live):
             self._forget(row)
+
+    def fail(self, request_id: int, error: RowError) -> Output:
+        """End a request with an error; returns its output. Raises KeyError: it is not in flight."""
+        request = self._live[request_id].request
+        self._forget(request_id)
+        return self._refused(request, error)
 
     def _forget(self, row: int) -> None:
         self.scheduler.finish(row)

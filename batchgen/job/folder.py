@@ -90,6 +90,10 @@ class JobFolder:
         return self.internal / "lease.json"
 
     @property
+    def suspects(self) -> Path:
+        return self.internal / "suspects.json"
+
+    @property
     def lock(self) -> Path:
         return self.internal / "lock"
 
@@ -156,7 +160,7 @@ class JobFolder:
         """
         with storage(self.root):
             reports = (self.root / name for name in REPORTS)
-            for path in (self.manifest, self.success, self.resolved_job, *reports):
+            for path in (self.manifest, self.success, self.resolved_job, self.suspects, *reports):
                 still_owner()
                 path.unlink(missing_ok=True)
             for path in list(self.data.iterdir()):
@@ -178,6 +182,7 @@ class JobFolder:
             for name in ("commits", "index", "journal", "stats"):
                 for path in (self.internal / name).iterdir():
                     path.unlink()
+            self.suspects.unlink(missing_ok=True)
 
     def remove_temporaries(self) -> int:
         """Remove what killed attempts left half-written; returns how many files."""

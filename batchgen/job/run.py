@@ -18,8 +18,9 @@ from batchgen.job.collector import rare_collections
 from batchgen.job.drift import find_drift
 from batchgen.job.events import StopAsked
 from batchgen.job.folder import JobFolder
+from batchgen.job.gates import faults
 from batchgen.job.lease import Lease, Owner, acquire_lease
-from batchgen.job.manifest import load_manifest
+from batchgen.job.manifest import Manifest, load_manifest
 from batchgen.job.parts import Counts, recognise_parts
 from batchgen.job.progress import Progress
 from batchgen.job.recovery import OpenJob, open_job
@@ -31,7 +32,7 @@ from batchgen.job.success import read_success, write_success
 from batchgen.job.supervisor import Supervisor
 from batchgen.types import BatchgenError, OwnershipError, StorageError
 
-COMPLETE, BAD_ROWS, TOO_MANY_ERRORS, RESUMABLE = 0, 3, 8, 75
+COMPLETE, BAD_ROWS, TOO_MANY_ERRORS, GATE_FAILED, RESUMABLE = 0, 3, 8, 8, 75
 MOST_MESSAGES = 200
 REPORT_SECONDS = 5.0
 """What the report may take where a scheduler may be about to kill the process."""
@@ -102,7 +103,8 @@ def _already_complete(setup: JobSetup, options: RunOptions, folder: JobFolder) -
     rows = success["rows"]
     if counts.rows != rows:
         return None
-    return _complete(counts, options, f"{folder.root} is already complete: all {rows:,} rows have a result")
+    reason = f"{folder.root} is already complete: all {rows:,} rows have a result"
+    return _gated(folder, manifest, options, _complete(counts, options, reason))
 
 
 def _check_space(folder: JobFolder, least: int) -> None:
@@ -201,7 +203,20 @@ def _finish(job: OpenJob, options: RunOptions, stopped: str | None) -> RunResult
     # Last, so that a retry killed before this is continued, and finds nothing left to do.
     if finish_retry(job.manifest):
         job.manifest.save(job.folder, job.still_owner)
-    return _complete(job.counts, options, f"complete: all {rows:,} rows have a result")
+    result = _complete(job.counts, options, f"complete: all {rows:,} rows have a result")
+    return _gated(job.folder, job.manifest, options, result)
+
+
+def _gated(folder: JobFolder, manifest: Manifest, options: RunOptions, result: RunResult) -> RunResult:
+    """The result of a complete job, or exit code 8 with the figures where a gate is not passed."""
+    if not options.gates or result.exit_code != COMPLETE:
+        return result
+    # Loads numpy, which nothing before needs.
+    from batchgen.job.report.rows import summarise_rows
+
+    summary = summarise_rows(folder, manifest, recognise_parts(folder), [], lambda: None)
+    failed = faults(options.gates, summary)
+    return RunResult(GATE_FAILED, "; ".join([result.reason, *failed]), result.counts) if failed else result
 
 
 def _complete(counts: Counts, options: RunOptions, reason: str) -> RunResult:

@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from batchgen.job.gates import Gate
 from batchgen.job.selection import Selection
 
 if TYPE_CHECKING:
@@ -92,7 +93,13 @@ class RunOptions:
         accept_drift: keep what is finished and go on under other settings, or with another input behind it.
         workers: worker processes.
         window_parts: most parts that are open at a time; None: as many as keep the workers busy.
-        in_flight_bytes: most bytes of rows that are with a worker.
+        in_flight_bytes: most bytes of rows that are with workers; as many may wait for them.
+        order: `input`, `prefix` or `length`; see `RowPool`.
+        priority: column of the rows' priority.
+        poison: find out which row kills the engine and make it an error row; else such a row ends the run.
+        hang_seconds: a worker that says nothing for so long while rows are with it is killed.
+        gates: what must hold at the end, else the exit code is 8.
+        began: time of the monotonic clock from which `max_time` counts.
         gpu_hour: what an hour of one device costs, for the report.
     """
 
@@ -109,6 +116,12 @@ class RunOptions:
     workers: int = 1
     window_parts: int | None = None
     in_flight_bytes: int = 64 * 1024 * 1024
+    order: str = "prefix"
+    priority: str | None = None
+    poison: bool = True
+    hang_seconds: float = 600.0
+    gates: tuple[Gate, ...] = ()
+    began: float = field(default_factory=time.monotonic)
     gpu_hour: float | None = None
 
 
@@ -164,7 +177,7 @@ def setup_from_spec(
     return JobSetup(
         output=spec.output_folder,
         inputs=inputs,
-        columns=tuple(sorted(needed_columns(spec, prompt))),
+        columns=_in_order(needed_columns(spec, prompt), prompt),
         fingerprints=fingerprints,
         worker_config=worker_config,
         new_plan=lambda: plan_output(
@@ -196,26 +209,47 @@ def batch_labels(spec: JobSpec, fingerprints: Fingerprints) -> BatchLabels:
     return BatchLabels(identity, model, chat=spec.prompt.mode == "chat")
 
 
+def _in_order(columns: frozenset[str], prompt: PromptSpec) -> tuple[str, ...]:
+    """Columns in the order in which the prompt shows them: equal beginnings then sort together."""
+    text = "".join(prompt.templates().values())
+    return tuple(sorted(columns, key=lambda name: (text.find(name) % (len(text) + 1), name)))
+
+
 def _slurm_seconds(grace: float) -> float | None:
     """Seconds until Slurm ends the job, less the grace; None outside Slurm."""
     end = os.environ.get("SLURM_JOB_END_TIME", "")
     return max(1.0, int(end) - time.time() - grace) if end.isdecimal() else None
 
 
-def options_from_spec(spec: JobSpec, *, overwrite: bool = False, accept_drift: bool = False) -> RunOptions:
-    """The options of a job file."""
+def options_from_spec(
+    spec: JobSpec, *, overwrite: bool = False, accept_drift: bool = False, began: float | None = None
+) -> RunOptions:
+    """The options of a job file.
+
+    Args:
+        began: when the command began, by the monotonic clock; None for now.
+    """
     run = spec.run
+    now = time.monotonic()
+    began = now if began is None else began
+    slurm = _slurm_seconds(run.grace)
     return RunOptions(
         checkpoint_seconds=run.checkpoint_seconds,
         lease_seconds=run.lease_seconds,
         grace=run.grace,
-        max_time=_slurm_seconds(run.grace) if run.max_time is None else run.max_time,
+        max_time=slurm + (now - began) if run.max_time is None and slurm is not None else run.max_time,
         min_free_disk=run.min_free_disk,
         max_errors=run.max_errors,
         fail_fast=run.fail_fast,
         stop_on_bad_row=spec.input.on_bad_row == "stop",
         overwrite=overwrite,
         accept_drift=accept_drift,
+        # One engine uses every core of a CPU; several are for devices.
         workers=1 if run.workers == "auto" else run.workers,
+        order=run.order,
+        priority=run.priority,
+        poison=run.poison == "bisect",
+        gates=tuple(Gate.parse(measure, condition) for measure, condition in (run.gates or {}).items()),
+        began=began,
         gpu_hour=None if run.cost is None else run.cost["gpu_hour"],
     )

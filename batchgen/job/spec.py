@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from batchgen.job.faults import KeyPath, Origin
+from batchgen.job.gates import Gate
 from batchgen.job.selection import Selection
 from batchgen.job.units import parse_address, parse_duration, parse_share, parse_size
 
@@ -45,14 +46,6 @@ class Rule:
 
     allowed: str
     later: Container[Any] = ()
-
-
-class _AnyIntAbove:
-    def __init__(self, least: int) -> None:
-        self._least = least
-
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value > self._least
 
 
 class Section(BaseModel):
@@ -122,6 +115,12 @@ def _renames(value: dict[str, str]) -> dict[str, str]:
 
 def _row_range(value: str) -> str:
     return Selection.of(value, None).rows
+
+
+def _gates(value: dict[str, str] | None) -> dict[str, str] | None:
+    for measure, condition in (value or {}).items():
+        Gate.parse(measure, condition)
+    return value
 
 
 Text = Annotated[str, Field(min_length=1)]
@@ -280,15 +279,24 @@ class OutputSpec(Section):
 class RunSpec(Section):
     """How the job is driven; nothing here changes a result."""
 
-    workers: Annotated[Auto | Annotated[int, Field(ge=1, le=1)], Rule("auto or 1", later=_AnyIntAbove(1))] = (
-        "auto"
-    )
+    workers: Annotated[Auto | Count, Rule(f"auto or {COUNT}")] = "auto"
+    priority: Annotated[Text | None, Rule("null or the name of a column of integers")] = None
     order: Annotated[Literal["prefix", "length", "input"], Rule("prefix, length or input")] = "prefix"
     checkpoint_seconds: Annotated[PositiveSeconds, Rule(DURATION)] = 5.0
+    row_timeout: Annotated[PositiveSeconds | None, Rule(f"null or {DURATION}")] = None
+    poison: Annotated[Literal["bisect", "off"], Rule("bisect or off")] = "bisect"
     lease_seconds: Annotated[PositiveSeconds, Rule(DURATION)] = 60.0
     max_errors: Annotated[
         Annotated[int | float, Share] | None,
         Rule("null, a count of rows such as 10, or a share such as 0.05 or 5%"),
+    ] = None
+    gates: Annotated[
+        dict[str, str] | None,
+        AfterValidator(_gates),
+        Rule(
+            'a map such as {finish_reason.length: "<= 5%", error: "< 1%", error.timeout: "<= 3"} from ok, '
+            "error, skipped, finish_reason.REASON or error.CLASS to a count or share of rows"
+        ),
     ] = None
     fail_fast: Annotated[bool, Rule("true or false")] = False
     max_time: Annotated[PositiveSeconds | None, Rule(f"null or {DURATION}")] = None

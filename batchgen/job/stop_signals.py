@@ -10,8 +10,27 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from batchgen.types import BatchgenError
+
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SECOND_INTERRUPT = 130
+
+
+class StoppedEarly(BatchgenError):
+    """A signal came before any row ran; the same command continues."""
+
+    exit_code = 75
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Within the body, which does nothing that cannot be cut off, a signal raises `StoppedEarly`."""
+
+    def stop(name: str) -> None:
+        raise StoppedEarly(f"stopped ({name}) before any row ran; run the same command to continue")
+
+    with stop_signals(stop, lambda: None):
+        yield
 
 
 @contextmanager

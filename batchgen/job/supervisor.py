@@ -9,7 +9,6 @@ from __future__ import annotations
 import queue
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,12 +18,14 @@ from typing import Any
 from batchgen.data.row import Row
 from batchgen.data.sink import warm_up
 from batchgen.job.assembly import Assembler
-from batchgen.job.attempts import Attempt, attempt_file
-from batchgen.job.counters import create_counters
+from batchgen.job.attempts import Attempt
 from batchgen.job.events import Assembled, Message, StopAsked, Stopping
+from batchgen.job.fleet import Fleet
 from batchgen.job.journal import Kind, PartialRecord, ResultRecord
 from batchgen.job.parts import PartCommit
-from batchgen.job.progress import TOKEN_COUNTERS, Progress, save_progress
+from batchgen.job.poison import Suspects, guilty_result
+from batchgen.job.pool import RowPool
+from batchgen.job.progress import Progress, save_progress
 from batchgen.job.recovery import OpenJob
 from batchgen.job.run_options import Launcher, RunOptions
 from batchgen.job.run_stats import RowStats
@@ -32,10 +33,12 @@ from batchgen.job.window import OpenPart, Pending, Window
 from batchgen.job.workers import WorkerState, describe_exit
 from batchgen.types import BatchgenError, EngineError, InputError, OwnershipError, StorageError, UsageError
 
-MAX_BARREN_DEATHS = 3
+MAX_BARREN_DEATHS = 4
+MAX_FAILED_STARTS = 3
+MAX_CONVICTIONS_IN_A_ROW = 10
 COMMIT_BYTES = 4 * 1024 * 1024
 PROGRESS_SECONDS = 0.5
-FEWEST_PARTS = 4
+FEWEST_PARTS, MOST_PARTS = 4, 32
 COMMIT_SECONDS = 2.0
 GOODBYE_SECONDS = 1.0
 REFILL_SHARE = 8
@@ -80,8 +83,6 @@ class Supervisor:
     ) -> None:
         self._job = job
         self._options = options
-        self._launch = launch
-        self._worker_config = worker_config
         self._attempt = attempt
         self._report = report
         self._say = say
@@ -92,6 +93,7 @@ class Supervisor:
             part_rows=job.manifest.part_rows,
             selection=job.selection,
             columns=columns,
+            priority=options.priority,
             committed=job.parts.committed,
             replaced=job.replaced,
             found=job.found,
@@ -102,8 +104,24 @@ class Supervisor:
         )
         self._rows_run = 0
         self._ready_at: float | None = None
-        self._workers: list[WorkerState] = []
-        self._again: deque[Pending] = deque()
+        self._suspects = Suspects(job.folder.suspects)
+        self._pool = RowPool(
+            self._window,
+            order=options.order,
+            part_rows=job.manifest.part_rows,
+            most_bytes=options.in_flight_bytes,
+            is_expected=self._suspects.expects,
+        )
+        self._fleet = Fleet(
+            job.folder,
+            attempt,
+            launch,
+            {**worker_config, "workers": options.workers},
+            lambda number, content: events.put(Message(number, content)),
+            options.hang_seconds,
+        )
+        self._apart: WorkerState | None = None
+        self._most_workers = options.workers
         self._uncommitted = _Uncommitted()
         self._assembler = Assembler(job)
         self._assembling: set[int] = set()
@@ -111,18 +129,15 @@ class Supervisor:
         # While the workers load; else the first part would make memory grow by half while rows run.
         self._threads.submit(warm_up)
         self._stopping: Stopping | None = None
-        self._barren_deaths = 0
+        self._barren_deaths = self._failed_starts = self._convictions = 0
         self._checkpoints = 0
-        self._started = time.monotonic()
+        self._started = self._ticked = time.monotonic()
         self._next_checkpoint = self._started + options.checkpoint_seconds
         self._next_report = self._started
-        self._past_tokens = dict.fromkeys(TOKEN_COUNTERS, 0)
 
     def abandon(self) -> None:
         """Kill the workers, because the process ends at once."""
-        for worker in self._workers:
-            if worker.handle.poll() is None:
-                worker.handle.kill()
+        self._fleet.kill()
 
     def run(self) -> str | None:
         """Work until every row is final or the run must stop.
@@ -145,6 +160,7 @@ class Supervisor:
             if self._stopping.error is not None:
                 raise self._stopping.error
             return self._stopping.reason
+        self._suspects.forget()
         return None
 
     def _loop(self) -> None:
@@ -158,8 +174,8 @@ class Supervisor:
 
     def _finished(self) -> bool:
         if self._stopping is not None:
-            return not self._workers
-        idle = not self._again and not any(w.in_flight for w in self._workers)
+            return not len(self._fleet)
+        idle = not len(self._pool) and not any(worker.busy for worker in self._fleet)
         return idle and self._window.exhausted and self._window.num_open == 0
 
     # Rows out.
@@ -167,38 +183,69 @@ class Supervisor:
     def _admit(self) -> None:
         """Give ready workers rows, and start workers when there are rows to give."""
         try:
-            self._fill_workers()
+            # Also where nothing has to run: reading is what finds that out.
+            self._pool.fill()
         except InputError as error:
             self._begin_stop(str(error), error, drain=False)
-
-    def _fill_workers(self) -> None:
-        for worker in self._workers:
+            return
+        for worker in self._fleet:
             if worker.ready and not worker.stop_sent:
-                self._fill(worker)
-        while len(self._workers) < self._options.workers:
-            # Also where nothing has to run: reading is what finds that out.
-            pending = self._next_row()
-            if pending is None:
-                return
-            self._again.appendleft(pending)
-            self._start_worker()
+                self._give(worker)
+        starting = sum(not worker.ready for worker in self._fleet)
+        while len(self._fleet) < self._most_workers and len(self._pool) + len(self._suspects) > starting:
+            self._fleet.start(dict(self._job.manifest.pinned) or None)
+            starting += 1
+        if self._pool.starved:
+            self._hurry()
+
+    def _give(self, worker: WorkerState) -> None:
+        if self._apart is None and self._suspects and not worker.busy:
+            self._apart = worker
+        if worker is not self._apart:
+            self._fill(worker)
+        elif not worker.busy:
+            self._run_apart(worker)
+
+    def _run_apart(self, worker: WorkerState) -> None:
+        """Give the next group of suspects to a worker that runs nothing else."""
+        self._suspects.passed()
+        canary = self._suspects.canary
+        if not self._suspects:
+            self._apart = None
+            self._fill(worker)
+        elif canary is not None and not worker.proven:
+            worker.send_canary(canary)
+        else:
+            worker.send_rows(self._suspects.next_group())
 
     def _fill(self, worker: WorkerState) -> None:
-        room = worker.want_rows - len(worker.in_flight)
-        if worker.in_flight and room < worker.want_rows // REFILL_SHARE:
+        room = self._share(worker) - len(worker.in_flight)
+        if room <= 0 or (worker.in_flight and room < worker.want_rows // REFILL_SHARE):
             return
         batch: list[Pending] = []
-        free = self._options.in_flight_bytes - worker.in_flight_bytes
+        free = self._options.in_flight_bytes // self._options.workers - worker.in_flight_bytes
         while len(batch) < room and (free > 0 or not (batch or worker.in_flight)):
-            pending = self._next_row()
+            pending = self._pool.take()
             if pending is None:
                 break
             batch.append(pending)
             free -= pending.size
         worker.send_rows(batch)
 
-    def _next_row(self) -> Pending | None:
-        return self._again.popleft() if self._again else self._window.take()
+    def _share(self, worker: WorkerState) -> int:
+        """Rows that a worker may have; near the end no more than its part of what is left."""
+        if not self._pool.exhausted or self._most_workers == 1:
+            return worker.want_rows
+        left = len(self._pool) + sum(len(w.in_flight) for w in self._fleet if w is not self._apart)
+        return min(worker.want_rows, -(-left // self._most_workers))
+
+    def _hurry(self) -> None:
+        """Nothing can be read before parts are committed: commit what holds them up, and open more later."""
+        hungry = any(w.ready and 2 * len(w.in_flight) < w.want_rows for w in self._fleet)
+        if hungry and self._options.window_parts is None:
+            self._window.parts = max(self._window.parts, min(self._window.parts + 1, MOST_PARTS))
+        if self._window.awaits_commit:
+            self._commit()
 
     def _bad_row(self, row: Row) -> None:
         error = row.error
@@ -211,29 +258,10 @@ class Supervisor:
 
     # Workers.
 
-    def _start_worker(self) -> None:
-        number = len(self._attempt.workers)
-        counters = attempt_file(self._job.folder, self._attempt.number, f"worker-{number}.counters")
-        log = attempt_file(self._job.folder, self._attempt.number, f"worker-{number}.log")
-        create_counters(counters)
-        try:
-            handle = self._launch(log, lambda content: self._events.put(Message(number, content)))
-        except OSError as error:
-            raise EngineError(f"a worker process cannot be started: {error.strerror}") from error
-        self._workers.append(WorkerState(number, handle, counters))
-        self._attempt.workers.append({"number": number, "pid": handle.pid, "end": None})
-        self._attempt.save(self._job.folder)
-        config = {
-            **self._worker_config,
-            "pinned": dict(self._job.manifest.pinned) or None,
-            "counters": str(counters),
-        }
-        handle.send({"type": "start", "config": config})
-
     def _handle(self, event: Message | Assembled | StopAsked | None) -> None:
         match event:
             case Message():
-                worker = next((w for w in self._workers if w.number == event.worker), None)
+                worker = self._fleet.find(event.worker)
                 if worker is not None and event.content is None:
                     self._closed(worker)
                 elif worker is not None and event.content is not None:
@@ -244,6 +272,7 @@ class Supervisor:
                 self._begin_stop(event.reason, event.error, drain=event.error is None)
 
     def _receive(self, worker: WorkerState, message: Mapping[str, Any]) -> None:
+        worker.heard()
         match message["type"]:
             case "ready":
                 self._ready(worker, message)
@@ -256,6 +285,9 @@ class Supervisor:
                 self._partials(worker, message)
             case "progress":
                 worker.progressed(message, draining=self._stopping is not None)
+            case "canary":
+                worker.canary_answered()
+                self._barren_deaths = 0
             case "fatal":
                 worker.fatal = message
             case unknown:
@@ -270,6 +302,7 @@ class Supervisor:
         worker.ready = True
         if self._ready_at is None:
             self._ready_at = time.monotonic()
+        self._failed_starts = 0
         worker.want_rows = max(1, message["want_rows"])
         if self._options.window_parts is None:
             rows = 2 * worker.want_rows * self._options.workers
@@ -282,9 +315,22 @@ class Supervisor:
         if pending is None:
             return
         self._barren_deaths = 0
+        if result["status"] == "ok":
+            worker.proven = True
+            self._convictions = 0
+            self._suspects.finished(pending, result["usage"][1] if result["usage"] else 0)
+        self._record(pending, result)
+        self._uncommitted.stats.add(row, worker.number, stats)
+        self._check_fail_fast(row, result)
+
+    def _record(self, pending: Pending, result: Mapping[str, Any]) -> None:
+        """Keep a result for the next commit."""
+        row = pending.row
+        self._window.answered(row)
         self._job.journal.append(Kind.RESULT, row, ResultRecord(pending.digest, result).pack())
         self._uncommitted.counts.append((result["status"], result["usage"]))
-        self._uncommitted.stats.add(row, worker.number, stats)
+
+    def _check_fail_fast(self, row: int, result: Mapping[str, Any]) -> None:
         if self._options.fail_fast and result["status"] == "error" and self._stopping is None:
             error_class, text = result["error"]
             error = InputError(f"row {row} failed ({error_class}: {text}) and run.fail_fast is set")
@@ -305,8 +351,7 @@ class Supervisor:
         """A worker has ended, as asked or not."""
         code = worker.handle.wait(COMMIT_SECONDS)
         lines = worker.handle.last_lines()
-        self._workers.remove(worker)
-        self._end(worker, code)
+        self._fleet.end(worker, code)
         if worker.fatal is not None:
             error = _ERRORS.get(worker.fatal["exit_code"], EngineError)(worker.fatal["message"])
             # An engine that failed may do better when started anew; nothing else will.
@@ -314,28 +359,62 @@ class Supervisor:
                 raise error
             lines = [str(error)]
         if self._stopping is None:
-            self._again.extendleft(reversed(worker.take_back()))
             self._died(worker, code, lines)
 
-    def _end(self, worker: WorkerState, code: int | None) -> None:
-        """Keep the totals of a worker; one that has not ended by itself is killed."""
-        if code is None:
-            worker.handle.kill()
-        for name, value in worker.tokens().items():
-            self._past_tokens[name] += value
-        self._attempt.workers[worker.number]["end"] = describe_exit(code)
-        worker.release()
-
     def _died(self, worker: WorkerState, code: int | None, lines: list[str]) -> None:
-        self._barren_deaths += 1
         what = f"worker {worker.number} (process {worker.handle.pid}) {describe_exit(code)}"
+        self._barren_deaths += 1
+        self._failed_starts += not worker.ready
         if self._barren_deaths >= MAX_BARREN_DEATHS:
             tail = "\n  ".join(["its last words:", *lines]) if lines else "it said nothing"
             raise EngineError(
                 f"{what}, {self._barren_deaths} times in a row without a single new result; try less "
                 f"memory (engine.max_num_seqs, engine.kv_cache_memory) or another node; {tail}"
             )
-        self._say(f"{what}; starting another, which gets its {len(self._again)} rows again")
+        self._say(f"{what}; {self._take_back(worker)}")
+        if self._failed_starts >= MAX_FAILED_STARTS and len(self._fleet):
+            self._most_workers = len(self._fleet)
+            self._say(f"a further worker does not start; going on with {self._most_workers}")
+
+    def _take_back(self, worker: WorkerState) -> str:
+        """See to the rows of a worker that died; says what becomes of them."""
+        in_step = worker.in_step()
+        rows = worker.take_back()
+        if worker is self._apart:
+            self._apart = None
+            return self._died_apart(rows, in_step)
+        if not self._options.poison or not rows:
+            self._pool.put_back(rows)
+            return f"starting another, which gets its {len(rows)} rows again"
+        self._suspects.accuse(rows, in_step)
+        return (
+            f"starting another; its {len(rows)} rows run again apart from others, to find out whether one "
+            "of them kills the engine"
+        )
+
+    def _died_apart(self, rows: list[Pending], in_step: set[int]) -> str:
+        if not rows:
+            self._suspects.passed()
+            return "starting another, because no suspected row was with it"
+        guilty = self._suspects.died(rows, in_step)
+        if guilty is None:
+            return f"starting another; {len(rows)} rows are suspected"
+        self._convict(guilty)
+        return f"row {guilty.row} kills the engine also when it runs alone, and becomes an error row"
+
+    def _convict(self, guilty: Pending) -> None:
+        self._convictions += 1
+        if self._convictions > MAX_CONVICTIONS_IN_A_ROW:
+            raise EngineError(
+                f"the engine died on each of {self._convictions} rows that ran alone, the last being row "
+                f"{guilty.row}, and no row finished in between; it looks broken, not the rows: try another "
+                "node, then run `batchgen retry` on the rows that failed with engine_crash"
+            )
+        result = guilty_result()
+        self._record(guilty, result)
+        self._commit()
+        self._suspects.convicted(guilty.row)
+        self._check_fail_fast(guilty.row, result)
 
     # Results in.
 
@@ -350,7 +429,7 @@ class Supervisor:
             job.counts.count(status, usage)
         self._rows_run += len(batch.counts)
         self._uncommitted = _Uncommitted()
-        for worker in self._workers:
+        for worker in self._fleet:
             worker.committed()
         job.index.sync()
         job.stats.add_rows(batch.stats)
@@ -391,6 +470,8 @@ class Supervisor:
             return None
 
     def _tick(self, now: float) -> None:
+        self._kill_hanging(now - self._ticked)
+        self._ticked = now
         if now >= self._next_checkpoint:
             self._next_checkpoint = now + self._options.checkpoint_seconds
             self._checkpoint()
@@ -401,13 +482,21 @@ class Supervisor:
             self._report(progress)
         if self._stopping is not None:
             self._press(self._stopping, now)
-        elif self._options.max_time is not None and now - self._started >= self._options.max_time:
+        elif self._options.max_time is not None and now - self._options.began >= self._options.max_time:
             self._begin_stop(f"run.max_time ({self._options.max_time:g} s) is over", None, drain=True)
+
+    def _kill_hanging(self, seconds: float) -> None:
+        for worker in self._fleet.hanging(seconds):
+            self._say(
+                f"worker {worker.number} (process {worker.handle.pid}) hangs: it has said nothing for "
+                f"{self._options.hang_seconds:g} s or more although rows are with it; killing it"
+            )
+            worker.handle.kill()
 
     def _checkpoint(self) -> None:
         self._job.claims.check(self._attempt.number)
         self._checkpoints += 1
-        for worker in self._workers:
+        for worker in self._fleet:
             if worker.ready:
                 worker.handle.send({"type": "checkpoint", "id": self._checkpoints})
         self._commit()
@@ -434,7 +523,7 @@ class Supervisor:
         if error is None:
             self._say(f"stopping ({reason}): finishing what runs, at most {grace:g} s")
         self._checkpoints += 1
-        for worker in self._workers:
+        for worker in self._fleet:
             if not worker.ready:
                 worker.handle.kill()
             elif drain:
@@ -442,7 +531,7 @@ class Supervisor:
 
     def _press(self, stopping: Stopping, now: float) -> None:
         """Bring workers to their end: those that have drained, then all, then by force."""
-        for worker in self._workers:
+        for worker in self._fleet:
             if worker.drained or now >= stopping.stop_at:
                 worker.stop()
             if now >= stopping.kill_at and worker.handle.poll() is None:
@@ -457,11 +546,10 @@ class Supervisor:
             self._say(f"the last results could not be committed: {error}")
 
     def _close(self) -> None:
-        for worker in self._workers:
+        for worker in self._fleet:
             worker.stop()
-        for worker in self._workers:
-            self._end(worker, worker.handle.wait(GOODBYE_SECONDS if self._window.exhausted else 0.0))
-        self._workers = []
+        for worker in self._fleet:
+            self._fleet.end(worker, worker.handle.wait(GOODBYE_SECONDS if self._window.exhausted else 0.0))
         self._threads.shutdown(cancel_futures=True)
         self._drain_assembled()
         self._assembler.close()
@@ -498,16 +586,15 @@ class Supervisor:
             parts_done=len(self._job.parts.committed),
             seconds=now - self._started,
             working_seconds=0.0 if self._ready_at is None else now - self._ready_at,
-            workers=len(self._workers),
+            workers=len(self._fleet),
         )
-        for counters in (self._past_tokens, *(worker.progress for worker in self._workers)):
-            for name in ("running", "waiting", "pool_used", "pool_total", "pool_waste", *TOKEN_COUNTERS):
-                setattr(progress, name, getattr(progress, name) + counters.get(name, 0))
+        for name, value in self._fleet.totals().items():
+            setattr(progress, name, value)
         return progress
 
     def _state(self) -> str:
         if self._stopping is not None:
             return "draining"
-        if not self._workers:
+        if not len(self._fleet):
             return "starting"
-        return "running" if any(w.ready for w in self._workers) else "loading"
+        return "running" if any(w.ready for w in self._fleet) else "loading"

@@ -39,6 +39,7 @@ class Pending:
         digest: of the input record.
         size: bytes that it takes, roughly.
         partial: output token ids that are known already.
+        priority: higher runs first.
     """
 
     row: int
@@ -46,6 +47,7 @@ class Pending:
     digest: bytes
     size: int
     partial: array[int]
+    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class OpenPart:
         entry: set when all of its rows have been read.
         notes: what was repaired while reading: rows, and the first of them.
         kept: rows of the part that this one replaces.
+        unanswered: rows that must run and have no result, on disk or not.
     """
 
     part: int
@@ -72,6 +75,7 @@ class OpenPart:
     entry: PartIndexEntry | None = None
     notes: dict[str, list[int]] = field(default_factory=dict)
     kept: KeptRows | None = None
+    unanswered: int = 0
 
     @property
     def whole(self) -> bool:
@@ -94,6 +98,7 @@ class Window:
         part_rows: rows in one part.
         selection: which rows.
         columns: that the prompt needs.
+        priority: column of the rows' priority, if there is one; a value that is no integer counts as 0.
         committed: parts that are final, by number; looked at again as it grows.
         replaced: committed parts that are assembled again.
         found: what the journal says of other rows.
@@ -118,6 +123,7 @@ class Window:
         part_rows: int,
         selection: Selection,
         columns: Iterable[str],
+        priority: str | None = None,
         committed: Mapping[int, PartCommit],
         replaced: Mapping[int, Replaced],
         found: Replay,
@@ -131,6 +137,7 @@ class Window:
         self._part_rows = part_rows
         self._selection = selection
         self._columns = tuple(columns)
+        self._priority = priority
         self._committed = committed
         self._replaced = replaced
         self._results: dict[int, FoundResult] = found.results
@@ -153,6 +160,18 @@ class Window:
         """Parts that are open."""
         return len(self._open)
 
+    @property
+    def full(self) -> bool:
+        """Whether no row can be read before a part is committed."""
+        return not self.exhausted and self._reading is None and self._full()
+
+    @property
+    def awaits_commit(self) -> bool:
+        """Whether a part is held up by nothing but results that are not on disk yet."""
+        return any(
+            part.entry is not None and not part.unanswered and not part.whole for part in self._open.values()
+        )
+
     def take(self) -> Pending | None:
         """The next row that must run; None while the window is full, and at the end.
 
@@ -166,6 +185,10 @@ class Window:
             if pending is not None:
                 return pending
         return None
+
+    def answered(self, row: int) -> None:
+        """Note that a row has a result, which is not on disk yet; once for each."""
+        self._open[row // self._part_rows].unanswered -= 1
 
     def finish(self, row: int, location: Location) -> None:
         """Note that the result of a row is on disk; twice is harmless."""
@@ -319,9 +342,14 @@ class Window:
             part.done[row.ordinal] = result.location
             self._counts.count(result.status, result.usage)
             return None
+        part.unanswered += 1
         values = prompt_values(row, self._columns)
         ids = partial.ids if partial is not None and partial.digest == row.digest else array("i")
-        return Pending(row.ordinal, values, row.digest, _size(values), ids)
+        return Pending(row.ordinal, values, row.digest, _size(values), ids, self._priority_of(row))
+
+    def _priority_of(self, row: Row) -> int:
+        value = 0 if self._priority is None else row.values.get(self._priority)
+        return value if type(value) is int else 0
 
     def _close_reading(self, part: OpenPart) -> None:
         part.entry = part.indexer.entry()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from batchgen.job.counters import CommitMark
+from batchgen.job.counters import CommitMark, rows_in_step
 from batchgen.job.progress import TOKEN_COUNTERS
 from batchgen.job.replay import extend_partial
 from batchgen.job.run_options import Worker
@@ -29,6 +29,9 @@ class WorkerState:
         stop_sent: it was asked to end.
         progress: its latest progress message.
         fatal: its last words, if it had any.
+        proven: it has answered a row, or its canary.
+        silent_seconds: for how long it has said nothing while rows were with it.
+        slowest_seconds: the longest such time that ended well.
     """
 
     def __init__(self, number: int, handle: Worker, counters: Path) -> None:
@@ -41,6 +44,11 @@ class WorkerState:
         self.stop_sent = False
         self.progress: Mapping[str, Any] = {}
         self.fatal: Mapping[str, Any] | None = None
+        self.proven = False
+        self.silent_seconds = 0.0
+        self.slowest_seconds = 0.0
+        self._counters = counters
+        self._canary = False
         self._mark = CommitMark(counters)
         self._reported = 0
         self._barrier: int | None = None
@@ -57,9 +65,33 @@ class WorkerState:
         for pending in rows:
             self.in_flight[pending.row] = pending
             self.in_flight_bytes += pending.size
-            message.append([pending.row, pending.values, list(pending.partial)])
+            message.append([pending.row, pending.values, list(pending.partial), pending.priority])
         if message:
             self.handle.send({"type": "rows", "rows": message})
+
+    @property
+    def busy(self) -> bool:
+        """Whether it was given something that it has not answered."""
+        return self._canary or bool(self.in_flight)
+
+    def send_canary(self, pending: Pending) -> None:
+        """Have it compute one token of a row that finished before."""
+        self._canary = True
+        self.handle.send({"type": "canary", "row": pending.row, "values": pending.values})
+
+    def canary_answered(self) -> None:
+        """It has."""
+        self._canary = False
+        self.proven = True
+
+    def in_step(self) -> set[int]:
+        """Of the rows that are with it, those that it was computing when it last began a step."""
+        return self.in_flight.keys() & set(rows_in_step(self._counters))
+
+    def heard(self) -> None:
+        """A message has come."""
+        self.slowest_seconds = max(self.slowest_seconds, self.silent_seconds)
+        self.silent_seconds = 0.0
 
     def answered(self, row: int) -> Pending | None:
         """A result has come; None for a row that this worker does not have."""

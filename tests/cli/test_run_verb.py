@@ -60,7 +60,7 @@ def test_flags_are_keys_of_the_job_file(
     [
         (["--max-time", "soon"], 2, "--max-time: run.max_time: 'soon' is not allowed"),
         (["--limit", "0"], 2, "0 is not in the range"),
-        (["--workers", "2"], 2, "No such option"),
+        (["--gpus", "2"], 2, "No such option"),
         (["--set", "input=gone.jsonl"], 3, "gone.jsonl"),
         (["--set", "prompt.messages=chat"], 2, "the input has no column 'chat'"),
         (["--set", "model=./gone"], 2, "model.path"),

@@ -15,7 +15,7 @@ import pytest
 from tiny_models import oracle, save_tiny_llama
 
 from batchgen.dist.handle import WorkerHandle, launch_worker
-from batchgen.job.counters import create_counters, read_counters
+from batchgen.job.counters import create_counters, read_counters, rows_in_step
 from batchgen.text.tokenizer import Tokenizer
 
 WAIT = 120
@@ -77,7 +77,7 @@ def start(tmp_path: Path, model: Path) -> Iterator[Any]:
 
 
 def rows(texts: list[str]) -> list[list[Any]]:
-    return [[i, {"prompt": text}, []] for i, text in enumerate(texts)]
+    return [[i, {"prompt": text}, [], 0] for i, text in enumerate(texts)]
 
 
 TEXTS = ["Hello", "the quick brown fox", "a", "zebra " * 6, "", "much too long " * 20, "ünïcode"]
@@ -117,8 +117,35 @@ def test_partials_resume_to_the_same_text(start: Any) -> None:
     talk.handle.kill()
     again = start(**long, pinned=ready["pinned"])
     again.next("ready")
-    again.handle.send({"type": "rows", "rows": [[i, {"prompt": TEXTS[i]}, told[i]] for i in range(3)]})
+    again.handle.send({"type": "rows", "rows": [[i, {"prompt": TEXTS[i]}, told[i], 0] for i in range(3)]})
     assert again.results(3) == whole
+
+
+def test_a_canary_is_answered_and_counts_for_nothing(start: Any) -> None:
+    talk = start(sampling={"max_tokens": 12, "ignore_eos": True, "min_tokens": 5})
+    talk.next("ready")
+    talk.handle.send({"type": "canary", "row": 3, "values": {"prompt": TEXTS[3]}})
+    assert talk.next("canary", "results") == {"type": "canary"}
+    counters = read_counters(talk.counters)
+    assert counters is not None
+    assert counters.sampled == 0
+    talk.handle.send({"type": "rows", "rows": rows(TEXTS[:4])})
+    assert talk.results(4)[3]["usage"][1] == 12
+    talk.handle.send({"type": "canary", "row": 4, "values": {"prompt": ""}})
+    assert talk.next("canary", "results") == {"type": "canary"}
+    assert rows_in_step(talk.counters) != []
+
+
+def test_a_row_that_runs_too_long_is_an_error_of_its_own(start: Any) -> None:
+    talk = start(sampling={"max_tokens": 80, "ignore_eos": True}, row_timeout=1e-6)
+    talk.next("ready")
+    talk.handle.send({"type": "rows", "rows": rows(TEXTS[:2])})
+    done = talk.results(2)
+    assert {r["error"][0] for r in done.values()} == {"timeout"}
+    assert done[0]["error"][1] == (
+        "the row was not done after 1e-06 s in the engine (run.row_timeout); "
+        "lower sampling.max_tokens or raise the limit"
+    )
 
 
 def test_stop_sends_the_last_partials_and_exits(start: Any) -> None:

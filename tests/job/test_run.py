@@ -22,7 +22,7 @@ from batchgen.job.folder import JobFolder
 from batchgen.job.parts import Counts
 from batchgen.job.run import _complete
 from batchgen.job.run_options import RunOptions
-from batchgen.types import BatchgenError, DriftError, EngineError, InputError, StorageError, UsageError
+from batchgen.types import BatchgenError, DriftError, InputError, StorageError, UsageError
 
 
 def job(tmp_path: Path, rows: int = 60, name: str = "out", **changes: Any) -> Settings:
@@ -227,15 +227,6 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
     assert len(attempt.workers) > 1
     assert attempt.workers[0]["end"] == "was killed by SIGKILL"
     assert any("was killed by SIGKILL; starting another" in s for s in said)
-
-
-def test_a_worker_that_never_gets_anywhere_is_an_engine_error(tmp_path: Path) -> None:
-    settings = job(tmp_path, worker=faulty("exit", rows=[0]))
-    with pytest.raises(EngineError, match=r"exit code 11, 3 times.*last words:\s+the fake engine chokes"):
-        run_here(settings)
-    settings.worker = {}
-    run_here(settings)
-    check_rows(settings, 60)
 
 
 def test_an_engine_that_fails_is_started_anew_while_it_gets_on(tmp_path: Path) -> None:

@@ -1,0 +1,169 @@
+"""Rows of the open window that no worker has yet, in the order in which they should run. The supervisor's.
+
+Reading runs ahead over the whole window, so that an order holds for all of it and not only for one message.
+Higher priority goes first; among equals the order is a sweep upwards through the keys that begins again at
+its end, so that rows with a common beginning stay together whenever they were read. When a part is nearly
+done its last rows go at once: a part that is never whole keeps the window from moving on.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from batchgen.job.window import Pending, Window
+
+STRAGGLERS = 20
+"""A part is nearly done when one row in so many waits."""
+STALE = 1000
+Key = tuple[int, Any, int]
+
+
+class RowPool:
+    """Reads ahead and hands out.
+
+    Args:
+        window: where rows come from.
+        order: `input`, `prefix` (rows with equal beginnings together) or `length` (longest first).
+        part_rows: rows in one part.
+        most_bytes: of rows that are kept here.
+        is_expected: asked of each row that is read; a row that it takes is not kept here.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        *,
+        order: str,
+        part_rows: int,
+        most_bytes: int,
+        is_expected: Callable[[Pending], bool],
+    ) -> None:
+        self._window = window
+        self._key = _KEYS[order]
+        self._part_rows = part_rows
+        self._most_bytes = most_bytes
+        self._is_expected = is_expected
+        self._again: deque[Pending] = deque()
+        self._parts: dict[int, dict[int, Pending]] = {}
+        self._sweep: list[tuple[Key, Pending]] = []
+        self._next_sweep: list[tuple[Key, Pending]] = []
+        self._last: Key | None = None
+        self._bytes = 0
+        self._length = 0
+        self._stale = 0
+
+    def __len__(self) -> int:
+        return self._length + len(self._again)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the input has no more rows than those here."""
+        return self._window.exhausted
+
+    @property
+    def starved(self) -> bool:
+        """Whether there would be rows if parts of the window were finished."""
+        return not len(self) and self._window.full
+
+    def put_back(self, rows: Iterable[Pending]) -> None:
+        """Rows that were handed out and have to run again; they go first."""
+        self._again.extendleft(reversed(list(rows)))
+
+    def fill(self) -> None:
+        """Read ahead as far as window and memory allow.
+
+        Raises:
+            InputError: the input is cut or has changed, or a row is bad and that is to stop the run.
+        """
+        while self._bytes < self._most_bytes:
+            pending = self._window.take()
+            if pending is None:
+                return
+            if not self._is_expected(pending):
+                self._add(pending)
+
+    def take(self) -> Pending | None:
+        """The next row to run; None when there is none here."""
+        if self._again:
+            return self._again.popleft()
+        if not self._length:
+            return None
+        pending = self._straggler() or self._in_order()
+        self._length -= 1
+        self._bytes -= pending.size
+        rows = self._parts[pending.row // self._part_rows]
+        del rows[pending.row]
+        if not rows:
+            del self._parts[pending.row // self._part_rows]
+        return pending
+
+    def _add(self, pending: Pending) -> None:
+        self._parts.setdefault(pending.row // self._part_rows, {})[pending.row] = pending
+        self._length += 1
+        self._bytes += pending.size
+        key = (-pending.priority, self._key(pending), pending.row)
+        behind = self._last is not None and self._last[0] == key[0] and key < self._last
+        heapq.heappush(self._next_sweep if behind else self._sweep, (key, pending))
+
+    def _straggler(self) -> Pending | None:
+        """The first row of the oldest part that has any here, if that part is nearly done or holds up all."""
+        oldest = next(iter(self._parts.values()))
+        nearly_done = len(oldest) * STRAGGLERS <= self._part_rows
+        holds_up = self._length <= self._part_rows and self._window.full
+        if not (nearly_done or holds_up):
+            return None
+        self._stale += 1
+        if self._stale > self._length + STALE:
+            self._forget_stale()
+        return next(iter(oldest.values()))
+
+    def _forget_stale(self) -> None:
+        """Rows that went ahead of their turn must not be kept until it comes."""
+        for sweep in (self._sweep, self._next_sweep):
+            sweep[:] = [item for item in sweep if self._waits(item[1].row)]
+            heapq.heapify(sweep)
+        self._stale = 0
+
+    def _waits(self, row: int) -> bool:
+        return row in self._parts.get(row // self._part_rows, ())
+
+    def _in_order(self) -> Pending:
+        while True:
+            if not self._sweep or (self._next_sweep and self._next_sweep[0][0][0] < self._sweep[0][0][0]):
+                self._sweep, self._next_sweep = self._next_sweep, self._sweep
+            key, pending = heapq.heappop(self._sweep)
+            if self._waits(pending.row):
+                self._last = key
+                return pending
+            self._stale -= 1
+
+
+def _by_prefix(pending: Pending) -> bytes:
+    return b"\0".join(map(_flat, pending.values.values()))
+
+
+def _flat(value: Any) -> bytes:
+    """Bytes of a value such that values with equal beginnings have equal beginnings."""
+    if isinstance(value, str):
+        return value.encode(errors="surrogatepass")
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, Mapping):
+        return b"\0".join(map(_flat, value.values()))
+    if isinstance(value, list | tuple):
+        try:
+            return array("q", value).tobytes()
+        except (TypeError, OverflowError):
+            return b"\0".join(map(_flat, value))
+    return repr(value).encode(errors="surrogatepass")
+
+
+_KEYS: Mapping[str, Callable[[Pending], Any]] = {
+    "input": lambda pending: pending.row,
+    "prefix": _by_prefix,
+    "length": lambda pending: -pending.size,
+}
