@@ -29,6 +29,7 @@ VERBS = (
     "status",
     "report",
     "retry",
+    "export",
     "verify",
     "init",
     "config",

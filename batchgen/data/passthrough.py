@@ -62,6 +62,21 @@ class NoPassthrough:
 
 
 @dataclass(frozen=True, slots=True)
+class AsTheyAre:
+    """Members of records that were an output once, for `export`. `selected`: only these; None for all."""
+
+    selected: Collection[str] | None = None
+
+    def members(self, row: Row) -> Mapping[str, Any]:
+        if self.selected is None:
+            return row.values
+        return {name: value for name, value in row.values.items() if name in self.selected}
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "as they are", "selected": _listed(self.selected)}
+
+
+@dataclass(frozen=True, slots=True)
 class ArrowPassthrough:
     """Columns of Parquet input, by their own types."""
 

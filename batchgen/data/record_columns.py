@@ -40,10 +40,11 @@ def result_arrays(
     plan: OutputPlan, rows: Sequence[Row], results: Sequence[RowResult]
 ) -> list[pa.ChunkedArray | pa.Array]:
     """Columns of a Parquet row group, in the order of `OutputPlan.schema`; at least one row."""
-    fields = dict(zip(RowResult._fields, zip(*results, strict=True), strict=True))
+    values = zip(*results, strict=True)
+    fields: dict[str, Sequence[Any]] = dict(zip(RowResult._fields, values, strict=True))
+    fields["row"], fields["id"] = [row.ordinal for row in rows], [row.id for row in rows]
     return [
-        pa.array([row.ordinal for row in rows], pa.int64()),
-        texts([row.id for row in rows]),
+        *(_OURS[key](key, fields) for key in BEFORE if key in plan.names),
         *cast(ColumnPassthrough, plan.passthrough).arrays(rows),
         *(_OURS[key](key, fields) for key in AFTER if key in plan.names),
     ]
@@ -106,7 +107,13 @@ def _numbers(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
     return pa.array(_included(key, fields), AFTER[key])
 
 
+def _ordinals(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+    return pa.array(fields[key], BEFORE[key])
+
+
 _OURS: dict[str, Callable[[str, dict[str, Sequence[Any]]], pa.Array]] = {
+    "row": _ordinals,
+    "id": _text,
     "generated_text": _text,
     "finish_reason": _text,
     "stop_reason": _text,

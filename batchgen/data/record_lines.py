@@ -41,18 +41,20 @@ class OurLine:
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = {key: f", {encode(name)}: " for key, name in names.items()}
-        self._row = "{" + self._names["row"].removeprefix(", ")
         self._includes = [key for key in INCLUDED if key in names]
         self._reasons: dict[tuple[str | None, str | None, str], str] = {}
 
     def __call__(self, row: int, row_id: str, members: Mapping[str, Any], result: RowResult) -> str:
-        passing = f", {encode(dict(members))[1:-1]}" if members else ""
         names = self._names
-        text = f"{names['generated_text']}{encode(result.generated_text)}"
-        return (
-            f"{self._row}{row}{names['id']}{encode(row_id)}{passing}{text}{self._reason(result)}"
-            f"{self._rest(result)}}}"
-        )
+        text = f"{names['row']}{row}" if "row" in names else ""
+        if "id" in names:
+            text += f"{names['id']}{encode(row_id)}"
+        if members:
+            text += f", {encode(dict(members))[1:-1]}"
+        if "generated_text" in names:
+            text += f"{names['generated_text']}{encode(result.generated_text)}"
+        text += self._reason(result)
+        return f"{{{text[2:]}{self._rest(result)}}}" if text else f"{{{self._rest(result)[2:]}}}"
 
     def _reason(self, result: RowResult) -> str:
         """Few combinations occur, so each is put together once."""
@@ -69,10 +71,12 @@ class OurLine:
         return known
 
     def _rest(self, result: RowResult) -> str:
-        names, error, usage = self._names, result.error, result.usage
-        text = f"{names['error']}null" if error is None else f"{names['error']}{_error('class', error)}"
+        names, error = self._names, result.error
+        text = ""
+        if "error" in names:
+            text = f"{names['error']}{'null' if error is None else _error('class', error)}"
         if "usage" in names:
-            text += f"{names['usage']}{_usage(usage)}"
+            text += f"{names['usage']}{_usage(result.usage)}"
         return text + self._included(result.included or {}) if self._includes else text
 
     def _included(self, included: Mapping[str, Any]) -> str:

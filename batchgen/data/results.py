@@ -71,7 +71,7 @@ class OutputPlan:
 
     def schema(self) -> pa.Schema:
         """Of a Parquet part: row, id, the user's columns, the rest of ours."""
-        before = [pa.field(self.names[key], type_) for key, type_ in BEFORE.items()]
+        before = [pa.field(self.names[key], type_) for key, type_ in BEFORE.items() if key in self.names]
         after = [pa.field(self.names[key], type_) for key, type_ in AFTER.items() if key in self.names]
         passthrough = cast(ColumnPassthrough, self.passthrough)
         return pa.schema([*before, *passthrough.fields(), *after])

@@ -86,6 +86,36 @@ def write_part(
         ValueError: the rows are not in input order.
         Whatever `records` raises.
     """
+    with HashingFile(path) as file:
+        try:
+            rows = write_records(
+                file,
+                records,
+                plan,
+                compression=compression,
+                group_rows=group_rows,
+                group_bytes=group_bytes,
+                on_group=on_group,
+            )
+            file.sync()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+    return WrittenPart(rows, file.size, file.digest())
+
+
+def write_records(
+    file: Any,
+    records: Iterable[Record],
+    plan: OutputPlan,
+    *,
+    compression: str = "zstd",
+    group_rows: int = GROUP_ROWS,
+    group_bytes: int = GROUP_BYTES,
+    on_group: OnGroup = lambda rows, results: None,
+) -> int:
+    """The same to an open binary file, which need not be seekable; returns the number of rows."""
     allowed = COMPRESSIONS[plan.format]
     if compression not in allowed:
         raise UsageError(
@@ -93,18 +123,11 @@ def write_part(
             f"use {', '.join(allowed[:-1])} or {allowed[-1]}"
         )
     groups = _Groups(records, group_rows, group_bytes, on_group)
-    with HashingFile(path) as file:
-        try:
-            if plan.format == "parquet":
-                _write_parquet(file, groups, plan, compression)
-            else:
-                _write_jsonl(file, groups, plan, compression)
-            file.sync()
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-            raise
-    return WrittenPart(groups.rows, file.size, file.digest())
+    if plan.format == "parquet":
+        _write_parquet(file, groups, plan, compression)
+    else:
+        _write_jsonl(file, groups, plan, compression)
+    return groups.rows
 
 
 class _Groups:
@@ -149,7 +172,7 @@ class _Groups:
         return rows, results
 
 
-def _write_parquet(file: HashingFile, groups: _Groups, plan: OutputPlan, compression: str) -> None:
+def _write_parquet(file: Any, groups: _Groups, plan: OutputPlan, compression: str) -> None:
     schema = plan.schema()
     writer = pq.ParquetWriter(
         file,
@@ -176,7 +199,7 @@ def _repeating(plan: OutputPlan, schema: pa.Schema) -> list[str]:
     return [field.name for field in schema if field.name not in unique and not pa.types.is_nested(field.type)]
 
 
-def _write_jsonl(file: HashingFile, groups: _Groups, plan: OutputPlan, compression: str) -> None:
+def _write_jsonl(file: Writable, groups: _Groups, plan: OutputPlan, compression: str) -> None:
     with compressed(file, compression) as out:
         for text in _texts(groups, plan):
             out.write(text.encode())
@@ -200,12 +223,12 @@ def _texts(groups: _Groups, plan: OutputPlan) -> Iterator[str]:
         yield "\n".join([*lines, ""])
 
 
-class _Writable(Protocol):
+class Writable(Protocol):
     def write(self, data: bytes, /) -> Any: ...
 
 
 @contextlib.contextmanager
-def compressed(file: _Writable, compression: str) -> Iterator[_Writable]:
+def compressed(file: Writable, compression: str) -> Iterator[Writable]:
     """What to write plain bytes to, so that `file` gets them compressed; the file stays open.
 
     Args:
@@ -227,7 +250,7 @@ def compressed(file: _Writable, compression: str) -> Iterator[_Writable]:
 class _Gzip:
     """A gzip stream; the standard library's own writes the time."""
 
-    def __init__(self, file: _Writable) -> None:
+    def __init__(self, file: Writable) -> None:
         self._file = file
         self._deflate = zlib.compressobj(_LEVELS["gzip"], zlib.DEFLATED, wbits=31)
 

@@ -9,11 +9,17 @@ import os
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from batchgen.data.row import Position, Row
 from batchgen.data.row_result import INCLUDED, TOKEN_IDS, RowResult, pack_ids
 from batchgen.job.files import OS_FILES, open_existing, storage
 from batchgen.types import ErrorClass, RowError, Status
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from batchgen.data.sink import Record
 
 _READ_BYTES = 1024 * 1024
 
@@ -45,6 +51,46 @@ def read_part(path: Path, plan: Mapping[str, Any], only: Collection[str] | None 
         else:
             rows = _parquet_rows(path, names) if path.suffix == ".parquet" else json_rows(path)
             yield from (_part_row(values, names) for values in rows)
+
+
+def read_records(path: Path, plan: Mapping[str, Any]) -> Iterator[Record]:
+    """The same rows as the sink takes them: with the columns of the user's, as they are in the part.
+
+    Raises:
+        StorageError: the file cannot be read.
+        ValueError: its content is not what a part holds.
+    """
+    names = plan["names"]
+    with storage(path, action="read"):
+        if plan["format"] == "parquet":
+            for batch in _parquet_batches(path, None):
+                yield from records_of(batch, names)
+        elif plan["format"] == "openai_batch":
+            for line in json_rows(path):
+                found = _batch_row(line)
+                yield _row(found, {}), found.result
+        else:
+            ours = set(names.values())
+            for line in json_rows(path):
+                found = _part_row(line, names)
+                rest = {name: value for name, value in line.items() if name not in ours}
+                yield _row(found, rest), found.result
+
+
+def records_of(batch: pa.RecordBatch, names: Mapping[str, str]) -> Iterator[Record]:
+    """The records of a batch of a Parquet part."""
+    from batchgen.data.table_reader import ArrowBatch, ArrowRow
+
+    ours = set(names.values())
+    rest = ArrowBatch(batch.select([name for name in batch.schema.names if name not in ours]))
+    own = batch.select([name for name in batch.schema.names if name in ours])
+    for index, values in enumerate(own.to_pylist()):
+        found = _part_row(values, names)
+        yield _row(found, ArrowRow(rest, index), rest.row_bytes), found.result
+
+
+def _row(found: PartRow, values: Mapping[str, Any], size: int = 0) -> Row:
+    return Row(found.row, found.id, values, None, 0, "", b"", Position(), size=size)
 
 
 def _part_row(values: dict[str, Any], names: Mapping[str, str]) -> PartRow:
@@ -86,13 +132,18 @@ def _batch_row(line: dict[str, Any]) -> PartRow:
 
 
 def _parquet_rows(path: Path, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    for batch in _parquet_batches(path, list(names.values())):
+        yield from batch.to_pylist()
+
+
+def _parquet_batches(path: Path, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(columns=list(names.values())):
-                yield from batch.to_pylist()
+            for group in range(file.num_row_groups):
+                yield from file.iter_batches(columns=columns, row_groups=[group])
     except pa.ArrowException as error:
         raise ValueError(f"{path}: not readable as Parquet: {error}") from error
 

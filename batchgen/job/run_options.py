@@ -203,10 +203,13 @@ def batch_labels(spec: JobSpec, fingerprints: Fingerprints) -> BatchLabels:
 
     digests = fingerprints.digests()
     identity = sha256(f"{digests['input']}/{digests['result']}".encode()).hexdigest()[:16]
-    # Of a local model only its own name: where it lies means nothing to a reader of the results.
+    return BatchLabels(identity, model_label(spec), chat=spec.prompt.mode == "chat")
+
+
+def model_label(spec: JobSpec) -> str:
+    """What the model is called: of a local one only its own name; where it lies means nothing to a reader."""
     path = spec.model.path.rstrip("/")
-    model = path.rpartition("/")[2] if path.startswith("/") else path
-    return BatchLabels(identity, model, chat=spec.prompt.mode == "chat")
+    return path.rpartition("/")[2] if path.startswith("/") else path
 
 
 def _in_order(columns: frozenset[str], prompt: PromptSpec) -> tuple[str, ...]:
