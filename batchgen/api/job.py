@@ -179,7 +179,7 @@ def _run(
 ) -> RunResult:
     from batchgen.cli.progress import Tally
     from batchgen.dist.handle import launch_worker
-    from batchgen.job.run import run_job
+    from batchgen.job.remote import run_job_anywhere
 
     tally = Tally(display)
 
@@ -188,10 +188,12 @@ def _run(
         for observe in observers:
             observe(snapshot)
 
-    result = run_job(setup, options, launch=launch or launch_worker, report=report, say=display.note)
+    launch = launch or launch_worker
+    result = run_job_anywhere(setup, options, launch=launch, report=report, say=display.note)
     display.note(result.reason)
+    place = setup.output / "data" if setup.url is None else f"{setup.url.rstrip('/')}/data"
     if spoken := tally.lines():
-        for line in (*spoken, f"results: {setup.output / 'data'}"):
+        for line in (*spoken, f"results: {place}"):
             display.note(line)
     return result
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchgen.api.job import JobResult, drive, setup_of
+from batchgen.data.urls import is_url
 from batchgen.job.folder import JobFolder
 from batchgen.job.load import Override, load_job
 from batchgen.job.manifest import require_manifest
@@ -38,7 +40,7 @@ def retry(
     The job is the one in the folder's job.resolved.yaml. A retry that was stopped is continued.
 
     Args:
-        folder: the output folder.
+        folder: the output folder, or the URL of one in an object store.
         where: which rows, see `batchgen.job.condition`; None: those that failed with a class that another
             attempt can change.
         sets: `section.key=value`: other settings for these rows, or where input and model lie now.
@@ -48,14 +50,25 @@ def retry(
         BatchgenError: as of `Job.run`.
     """
     places, changes = _split(sets)
-    resolved, begun = _begun(Path(folder))
-    changes = changes or begun
-    overrides = [f"output.path={Path(folder).absolute()}", *places]
-    base = load_job(resolved, overrides)
-    changed = load_job(resolved, [*overrides, *changes])
+    place = str(folder) if is_url(str(folder)) else str(Path(folder).absolute())
+    with _at_hand(place) as here:
+        resolved, begun = _begun(here)
+        changes = changes or begun
+        overrides = [f"output.path={place}", *places]
+        base = load_job(resolved, overrides)
+        changed = load_job(resolved, [*overrides, *changes])
     return drive(
         changed, lambda found: _setup(base, changed, found, where, changes), display=display, launch=launch
     )
+
+
+def _at_hand(place: str) -> AbstractContextManager[Path]:
+    """An output folder, or a copy of one in an object store."""
+    if not is_url(place):
+        return nullcontext(Path(place))
+    from batchgen.job.remote import fetched
+
+    return fetched(place)
 
 
 def _split(sets: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -10,7 +10,27 @@ from typing import Any
 import click
 
 JOB = click.argument("job", type=click.Path(path_type=Path))
-FOLDER = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+URL = "batchgen.folder_url"
+"""Where a command's context keeps the URL of a folder that it got as a copy."""
+
+
+class _Folder(click.ParamType):  # type: ignore[type-arg]
+    """An output folder; of one in an object store, a temporary copy that lasts as long as the command."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        from batchgen.data.urls import is_url
+
+        if ctx is None or not is_url(str(value)):
+            return Path(value)
+        from batchgen.job.remote import fetched
+
+        ctx.meta[URL] = value
+        return ctx.with_resource(fetched(value))
+
+
+FOLDER = click.argument("folder", metavar="DIR", type=_Folder())
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 SET: Callable[..., Any] = click.option(
     "--set",
@@ -19,6 +39,15 @@ SET: Callable[..., Any] = click.option(
     metavar="KEY=VALUE",
     help="Override a key of the job file, as in sampling.temperature=0.7; may be repeated.",
 )
+
+
+def needs_local(what: str) -> None:
+    """Refuse what makes no sense on the copy of a folder in an object store. Raises UsageError."""
+    from batchgen.types import UsageError
+
+    url = click.get_current_context().meta.get(URL)
+    if url is not None:
+        raise UsageError(f"{url}: {what}")
 
 
 def print_json(value: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from batchgen.cli.options import AS_JSON, FOLDER
+from batchgen.cli.options import AS_JSON, FOLDER, needs_local
 
 
 @click.command("report", short_help="How a job went and why it was as fast as it was, as HTML and JSON.")
@@ -32,6 +32,8 @@ def command(folder: Path, other: Path | None, as_json: bool) -> int:
     from batchgen.job.report.page import outputs_line, verdict_line
     from batchgen.job.report.write import report_json, write_report
 
+    if not as_json:
+        needs_local("its run has put report.html there; add --json for a new report on standard output")
     report: dict[str, Any] = collect_report(folder)
     if other is not None:
         report["compare"] = compare(report, collect_report(other))

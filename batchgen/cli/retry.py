@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-
-from batchgen.cli.options import FOLDER
 
 if TYPE_CHECKING:
     from batchgen.job.run_options import Launcher
 
 
 @click.command("retry", short_help="Compute failed rows anew and replace the parts that hold them.")
-@FOLDER
+@click.argument("folder", metavar="DIR")
 @click.option(
     "--where",
     metavar="CLASS,…",
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
     help="Another setting for these rows, as in sampling.max_tokens=512; may be repeated.",
 )
 @click.pass_obj
-def command(launch: Launcher | None, folder: Path, where: str | None, sets: tuple[str, ...]) -> int:
+def command(launch: Launcher | None, folder: str, where: str | None, sets: tuple[str, ...]) -> int:
     """Compute failed rows of a complete output folder anew; all others stay as they are.
 
     Without --where: the rows that failed with a class that another attempt can change. The job is the one in

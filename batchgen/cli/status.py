@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from batchgen.cli.options import AS_JSON, FOLDER, print_json
+from batchgen.cli.options import AS_JSON, FOLDER, needs_local, print_json
 
 if TYPE_CHECKING:
     from batchgen.job.status import JobStatus
@@ -32,6 +32,8 @@ def command(folder: Path, watch: bool, as_json: bool) -> int:
     """
     from batchgen.job.status import read_status
 
+    if watch:
+        needs_local("--watch follows a local folder; leave it out and ask again")
     status = read_status(folder)
     if watch:
         _watch(status, _Json() if as_json else _screen_for(sys.stdout))

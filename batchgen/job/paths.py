@@ -5,9 +5,10 @@ from __future__ import annotations
 import os.path
 from pathlib import Path
 
-from batchgen.data.urls import is_url
+from batchgen.data.urls import is_url, protocol
 from batchgen.job.document import Document
-from batchgen.job.faults import KeyPath, dotted, show_value
+from batchgen.job.faults import KeyPath, show_value
+from batchgen.job.object_store import PROTOCOLS
 from batchgen.job.spec import InputSpec, ModelSpec, OutputSpec, PromptSection, Section
 
 
@@ -21,7 +22,7 @@ def resolve_paths(document: Document, sections: dict[str, Section]) -> None:
         paths = tuple(_input(document, ("input", "path", i), p) for i, p in enumerate(given.path))
         sections["input"] = _replace(given, path=paths)
     if isinstance(output, OutputSpec):
-        sections["output"] = _replace(output, path=_local(document, ("output", "path"), output.path))
+        sections["output"] = _replace(output, path=_output(document, output.path))
     if isinstance(prompt, PromptSection) and prompt.chat_template is not None:
         text = _template(document, prompt.chat_template)
         sections["prompt"] = _replace(prompt, chat_template=text)
@@ -39,14 +40,17 @@ def _input(document: Document, path: KeyPath, text: str) -> str:
     return text if is_url(text) else _absolute(text, document.folder(path))
 
 
-def _local(document: Document, path: KeyPath, text: str) -> str:
-    if is_url(text):
+def _output(document: Document, text: str) -> str:
+    if not is_url(text):
+        return _absolute(text, document.folder(("output", "path")))
+    if protocol(text) not in PROTOCOLS:
+        known = ", ".join(f"{name}://" for name in PROTOCOLS)
         document.fault(
-            path,
-            f"{dotted(path[:2])}: {show_value(text)}: remote output is not available in this version; "
-            "use a local path",
+            ("output", "path"),
+            f"output.path: {show_value(text)}: results cannot be written there; use a local folder or one of "
+            f"{known}",
         )
-    return _absolute(text, document.folder(path))
+    return text
 
 
 def _model(document: Document, text: str) -> str:

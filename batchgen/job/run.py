@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,13 @@ REPORT_SECONDS = 5.0
 """What the report may take where a scheduler may be about to kill the process."""
 
 
+Beside = Callable[[Callable[[BatchgenError], None]], AbstractContextManager[None]]
+
+
+def _nothing_beside(stop: Callable[[BatchgenError], None]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def run_job(
     setup: JobSetup,
     options: RunOptions,
@@ -45,6 +52,7 @@ def run_job(
     launch: Launcher,
     report: Callable[[Progress], None] = lambda progress: None,
     say: Callable[[str], None] = lambda sentence: None,
+    beside: Beside = _nothing_beside,
 ) -> RunResult:
     """Run or continue a job.
 
@@ -54,6 +62,7 @@ def run_job(
         launch: starts a worker process; `batchgen.dist.handle.launch_worker` is one.
         report: called a few times a second with a snapshot.
         say: called with sentences for the user.
+        beside: entered while the run lasts, with what ends the run when it is called with an error.
 
     Returns:
         How it ended: complete, or stopped and resumable.
@@ -71,7 +80,7 @@ def run_job(
     _check_space(folder, options.min_free_disk)
     lease = acquire_lease(folder, options.lease_seconds, say)
     try:
-        result = _run_owned(setup, options, folder, lease, launch, report, say)
+        result = _run_owned(setup, options, folder, lease, launch, report, say, beside)
     except OwnershipError:
         lease.release()
         raise
@@ -124,6 +133,7 @@ def _run_owned(
     launch: Launcher,
     report: Callable[[Progress], None],
     say: Callable[[str], None],
+    beside: Beside,
 ) -> RunResult:
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     lost = OwnershipError(f"{folder.root}: another process has taken over this run; let it finish")
@@ -140,7 +150,10 @@ def _run_owned(
     tell = partial(_tell, attempt, say)
     running: list[Supervisor] = []
     try:
-        with stop_signals(lambda name: events.put(StopAsked(name)), partial(_abandon, running)):
+        with (
+            stop_signals(lambda name: events.put(StopAsked(name)), partial(_abandon, running)),
+            beside(lambda error: events.put(StopAsked(str(error), error))),
+        ):
             job = open_job(setup, folder, claim, tell, accept_drift=options.accept_drift)
             try:
                 attempt.change = job.manifest.current_change()

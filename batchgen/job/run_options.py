@@ -46,7 +46,8 @@ class JobSetup:
     """One job.
 
     Args:
-        output: the folder.
+        output: the folder; of one in an object store, the copy on this machine.
+        url: of a folder in an object store.
         inputs: the rows; read here only while the run lasts.
         columns: that the prompt needs.
         fingerprints: of the job as it is now.
@@ -72,6 +73,7 @@ class JobSetup:
     part_rows: int
     selection: Selection
     resolved_job: str
+    url: str | None = None
     retry: Retry | None = None
     commits: Mapping[str, str] = field(default_factory=dict)
 
@@ -176,6 +178,7 @@ def setup_from_spec(
 
     return JobSetup(
         output=spec.output_folder,
+        url=spec.output_url,
         inputs=inputs,
         columns=_in_order(needed_columns(spec, prompt), prompt),
         fingerprints=fingerprints,

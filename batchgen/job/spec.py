@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from batchgen.data.urls import is_url
 from batchgen.job.faults import KeyPath, Origin
 from batchgen.job.gates import Gate
+from batchgen.job.object_store import working_copy
 from batchgen.job.selection import Selection
 from batchgen.job.units import parse_address, parse_duration, parse_share, parse_size
 
@@ -252,7 +254,7 @@ Included = Literal["usage", "finish_reason", "prompt", "prompt_token_ids", "outp
 class OutputSpec(Section):
     """Where results go and what is in them."""
 
-    path: Annotated[Text, Rule("a local folder")]
+    path: Annotated[Text, Rule("a local folder, or one in an object store such as s3://bucket/results")]
     format: Annotated[Literal["parquet", "jsonl", "openai_batch"], Rule("parquet, jsonl or openai_batch")] = (
         "parquet"
     )
@@ -403,8 +405,14 @@ class JobSpec:
 
     @property
     def output_folder(self) -> Path:
-        """The folder that the job owns."""
-        return Path(self.output.path)
+        """The folder that the job owns; of one in an object store, the copy on this machine."""
+        path = self.output.path
+        return working_copy(path) if is_url(path) else Path(path)
+
+    @property
+    def output_url(self) -> str | None:
+        """Of an output folder in an object store."""
+        return self.output.path if is_url(self.output.path) else None
 
 
 def part_rows_auto(spec: JobSpec) -> int:
