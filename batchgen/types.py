@@ -243,7 +243,8 @@ class Output:
     `token_ids` and `text` are cut at the stop condition, both at the same place; neither holds the
     end-of-sequence or stop token. `completion_tokens` counts every sampled token, including those.
     `queue_seconds` passed from the request's arrival to its first step, `run_seconds` from there to its end;
-    `control_tokens` is how many its own text spelled.
+    `control_tokens` is how many its own text spelled. `answers` holds the text of each turn of a dialogue, of
+    which `text` is the last.
     """
 
     request_id: int
@@ -259,6 +260,7 @@ class Output:
     queue_seconds: float = 0.0
     run_seconds: float = 0.0
     control_tokens: int = 0
+    answers: tuple[str, ...] = ()
     error: RowError | None = None
 
     @property

@@ -68,6 +68,7 @@ def _explain(job: Path, sets: tuple[str, ...], number: int | None, row_id: str |
         "control_tokens": explanation.control_tokens,
         "truncated_tokens": explanation.truncated_tokens,
         "sampling": dataclasses.asdict(sampling),
+        "turns": _turns(prompt, columns),
         "overridden": _overridden(sampling, spec, source.folder),
     }
 
@@ -116,6 +117,12 @@ def _row_sampling(spec: JobSpec, folder: Path | None, column: str | None) -> Row
     return RowSampling(spec.sampling.model_dump(), defaults, column)
 
 
+def _turns(prompt: PromptSpec, columns: dict[str, Any]) -> int | None:
+    """How many user turns a dialogue has; its prompt is shown up to the first."""
+    value = columns.get(prompt.turns) if prompt.turns is not None else None
+    return len(value) if isinstance(value, list) else None
+
+
 def _overridden(sampling: SamplingParams, spec: JobSpec, folder: Path | None) -> list[str]:
     """Keys in which the row differs from the job."""
     ours, jobs = (dataclasses.asdict(s) for s in (sampling, _row_sampling(spec, folder, None).of_job))
@@ -130,7 +137,8 @@ def _print(shown: dict[str, Any]) -> None:
     if shown["error"] is not None:
         lines.append(f"{shown['status']} {shown['error']['class']}: {shown['error']['message']}")
     if shown["prompt"] is not None:
-        lines += ["", "prompt", shown["prompt"], "", f"{len(shown['tokens'])} tokens (* special)"]
+        prompt = "prompt" if shown["turns"] is None else f"prompt of turn 1 of {shown['turns']}"
+        lines += ["", prompt, shown["prompt"], "", f"{len(shown['tokens'])} tokens (* special)"]
         lines += [
             f"{position:7} {token['id']:8} {'*' if token['special'] else ' '} {token['token']}"
             for position, token in enumerate(shown["tokens"])

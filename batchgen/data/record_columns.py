@@ -40,13 +40,14 @@ def result_arrays(
     plan: OutputPlan, rows: Sequence[Row], results: Sequence[RowResult]
 ) -> list[pa.ChunkedArray | pa.Array]:
     """Columns of a Parquet row group, in the order of `OutputPlan.schema`; at least one row."""
+    ours = {**_OURS, "generated_text": _answers} if plan.dialogues else _OURS
     values = zip(*results, strict=True)
     fields: dict[str, Sequence[Any]] = dict(zip(RowResult._fields, values, strict=True))
     fields["row"], fields["id"] = [row.ordinal for row in rows], [row.id for row in rows]
     return [
         *(_OURS[key](key, fields) for key in BEFORE if key in plan.names),
         *cast(ColumnPassthrough, plan.passthrough).arrays(rows),
-        *(_OURS[key](key, fields) for key in AFTER if key in plan.names),
+        *(ours[key](key, fields) for key in AFTER if key in plan.names),
     ]
 
 
@@ -60,6 +61,16 @@ def texts(values: Sequence[str | None]) -> pa.Array:
 
 def _text(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
     return texts(fields[key])
+
+
+def _answers(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+    """Texts of the turns of dialogues."""
+    values: Sequence[Sequence[str] | None] = fields[key]
+    flat = texts([text for value in values for text in value or ()])
+    offsets = np.zeros(len(values) + 1, np.int32)
+    np.cumsum([len(value or ()) for value in values], out=offsets[1:])
+    missing = pa.array([value is None for value in values], pa.bool_())
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, type=pa.list_(pa.string()), mask=missing)
 
 
 def _errors(_: str, fields: dict[str, Sequence[Any]]) -> pa.Array:

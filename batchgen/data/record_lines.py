@@ -12,7 +12,7 @@ from batchgen.data.exact_json import encode
 from batchgen.data.passthrough import MemberPassthrough
 from batchgen.data.row import Row
 from batchgen.data.row_result import INCLUDED, TOKEN_IDS, RowResult, unpack_ids
-from batchgen.types import RowError
+from batchgen.types import RowError, Status
 
 if TYPE_CHECKING:
     from batchgen.data.results import BatchLabels, OutputPlan
@@ -138,9 +138,12 @@ class BatchLine:
 
 
 def _failure(result: RowResult) -> str:
-    if result.error is not None:
-        return _error("code", result.error)
-    return f'{{"code": {encode(result.status)}, "message": "the row was not run"}}'
+    if result.error is None:
+        return f'{{"code": {encode(result.status)}, "message": "the row was not run"}}'
+    if result.status == Status.SKIPPED:
+        why = f"{result.error.error_class.value}: {result.error.message}"
+        return f'{{"code": {encode(result.status)}, "message": {encode(why)}}}'
+    return _error("code", result.error)
 
 
 def _openai_usage(usage: Any) -> str:

@@ -62,17 +62,20 @@ class OutputPlan:
         names: our column to its name in the output; only those that are written.
         passthrough: the user's columns.
         batch: for openai_batch.
+        dialogues: whether a row has several answers, so that `generated_text` is a list.
     """
 
     format: str
     names: Mapping[str, str]
     passthrough: Passthrough
     batch: BatchLabels | None = None
+    dialogues: bool = False
 
     def schema(self) -> pa.Schema:
         """Of a Parquet part: row, id, the user's columns, the rest of ours."""
+        ours = {**AFTER, "generated_text": pa.list_(pa.string())} if self.dialogues else AFTER
         before = [pa.field(self.names[key], type_) for key, type_ in BEFORE.items() if key in self.names]
-        after = [pa.field(self.names[key], type_) for key, type_ in AFTER.items() if key in self.names]
+        after = [pa.field(self.names[key], type_) for key, type_ in ours.items() if key in self.names]
         passthrough = cast(ColumnPassthrough, self.passthrough)
         return pa.schema([*before, *passthrough.fields(), *after])
 
@@ -83,6 +86,7 @@ class OutputPlan:
             "names": dict(self.names),
             "passthrough": self.passthrough.to_json(),
             "batch": None if self.batch is None else asdict(self.batch),
+            "dialogues": self.dialogues,
         }
 
     @classmethod
@@ -90,7 +94,8 @@ class OutputPlan:
         """Rebuilds a pinned plan. Raises DriftError when the Parquet columns changed."""
         passthrough = passthrough_from_json(data["passthrough"], inputs.arrow_schema())
         batch = data.get("batch")
-        return cls(data["format"], data["names"], passthrough, batch and BatchLabels(**batch))
+        labels = batch and BatchLabels(**batch)
+        return cls(data["format"], data["names"], passthrough, labels, data.get("dialogues", False))
 
     def notes(self) -> list[str]:
         """Names that only differ in case: allowed here, one column for many readers of Parquet."""
@@ -116,6 +121,7 @@ def plan_output(
     renames: Mapping[str, str] | None = None,
     include: Sequence[str] = DEFAULT_INCLUDE,
     batch: BatchLabels | None = None,
+    dialogues: bool = False,
 ) -> OutputPlan:
     """Decides the columns of the output; for JSONL input it reads the first 1,000 rows.
 
@@ -126,6 +132,7 @@ def plan_output(
         renames: `output.columns`: our name to another.
         include: `output.include`; without `finish_reason` there is no `stop_reason` either.
         batch: for openai_batch; None where nothing will be written.
+        dialogues: whether rows have several answers (`sampling.turns`).
 
     Raises:
         UsageError: an unknown name, something not supported, or an input column named like one of ours.
@@ -137,7 +144,8 @@ def plan_output(
         return _plan_batch(columns, renames, include, batch)
     names = _our_names(renames or {}, include)
     going = _going_through(inputs, columns, names)
-    return OutputPlan(format, names, _passthrough(inputs, format, columns, names, going))
+    passthrough = _passthrough(inputs, format, columns, names, going)
+    return OutputPlan(format, names, passthrough, dialogues=dialogues)
 
 
 def _plan_batch(

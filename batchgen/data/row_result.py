@@ -22,12 +22,13 @@ class RowResult(NamedTuple):
 
     Args:
         status: ok, error or skipped.
+        generated_text: of a dialogue, the text of each turn.
         usage: prompt, completion and truncated tokens; None where the engine never saw the row.
         included: those of `INCLUDED` that were asked for and are known; token ids as bytes, see `pack_ids`.
     """
 
     status: str
-    generated_text: str | None = None
+    generated_text: str | Sequence[str] | None = None
     finish_reason: str | None = None
     stop_reason: str | None = None
     error: RowError | None = None
@@ -38,7 +39,7 @@ class RowResult(NamedTuple):
     def of(
         cls,
         status: str,
-        text: str | None,
+        text: str | Sequence[str] | None,
         finish_reason: str | None,
         stop_reason: str | int | None,
         error: Sequence[str] | None,
@@ -61,8 +62,9 @@ class RowResult(NamedTuple):
         """From the map in which a worker reports a result.
 
         Args:
-            message: `status`, `text`, `finish_reason`, `stop_reason` (text or token id), `error` (class and
-                message, or None), `usage` (three counts, or None), `included` where something was asked for.
+            message: `status`, `text` (a list for a dialogue), `finish_reason`, `stop_reason` (text or token
+                id), `error` (class and message, or None), `usage` (three counts, or None), `included` where
+                something was asked for.
         """
         return cls.of(
             message["status"],

@@ -162,7 +162,9 @@ class _Groups:
             rows.append(row)
             results.append(result)
             text = result.generated_text
-            size += row.size + (0 if text is None else len(text))
+            if text is not None:
+                size += len(text) if type(text) is str else sum(map(len, text))
+            size += row.size
             if result.included is not None:
                 size += result.included_size
             if len(rows) >= self._most_rows or size >= self._most_bytes:

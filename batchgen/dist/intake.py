@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchgen.dist.channel import Channel, ChannelClosed
+from batchgen.dist.dialogue import Dialogue
 from batchgen.dist.included import Included
 from batchgen.sampling.overrides import RowSampling
 from batchgen.text.prompt import PreparedRow, PromptRenderer
@@ -40,6 +41,9 @@ class Intake:
         order: `prefix` puts rows with common beginnings next to each other, `length` puts the longest
             prompts first, `input` keeps the order of arrival.
         included: told of each row that will run.
+
+    Attributes:
+        dialogues: rows of several turns that have no result yet; the engine loop removes them.
     """
 
     def __init__(
@@ -58,10 +62,12 @@ class Intake:
         self._order = order
         self._included = included
         self._ready: queue.SimpleQueue[Request | Output] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[Request | Output] = queue.SimpleQueue()
         self._control: queue.SimpleQueue[Mapping[str, Any] | Closed] = queue.SimpleQueue()
-        self._raw: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         # The row of which one token is to be computed to show that the engine works; set and reset outside.
         self.canary: int | None = None
+        self._raw: queue.SimpleQueue[list[Any] | Dialogue] = queue.SimpleQueue()
+        self.dialogues: dict[int, Dialogue] = {}
         self._wake = threading.Event()
         for work in (self._receive, self._prepare_all):
             threading.Thread(target=work, name=f"intake{work.__name__}", daemon=True).start()
@@ -71,8 +77,16 @@ class Intake:
         yield from _drain(self._control, None)
 
     def take(self, limit: int) -> Iterator[Request | Output]:
-        """At most `limit` requests, or error outputs of rows that could not be rendered."""
+        """At most `limit` requests, or error outputs of rows that could not be rendered.
+
+        Further turns of dialogues come first and without limit, while the cache still has what they continue.
+        """
+        yield from _drain(self._turns, None)
         yield from _drain(self._ready, limit)
+
+    def next_turn(self, dialogue: Dialogue) -> None:
+        """Render the turn that comes now."""
+        self._raw.put(dialogue)
 
     def wait(self, seconds: float) -> None:
         """Sleep until something arrives, at most `seconds`."""
@@ -81,7 +95,7 @@ class Intake:
 
     def discard(self) -> None:
         """Drop the rows that were not taken."""
-        for waiting in (self._raw, self._ready):
+        for waiting in (self._raw, self._turns, self._ready):
             for _ in _drain(waiting, None):
                 pass
 
@@ -115,7 +129,10 @@ class Intake:
         self._control.put(Closed(error))
         self._wake.set()
 
-    def _prepare(self, rows: list[Any]) -> None:
+    def _prepare(self, rows: list[Any] | Dialogue) -> None:
+        if isinstance(rows, Dialogue):
+            self._turns.put(self._prepare_turn(rows))
+            return
         prepared: list[Request | Output] = []
         for i in range(0, len(rows), GROUP):
             group = rows[i : i + GROUP]
@@ -136,6 +153,15 @@ class Intake:
             self._request(row, prompt, how) for (row, how), prompt in zip(good, prompts, strict=True)
         ]
 
+    def _prepare_turn(self, dialogue: Dialogue) -> Request | Output:
+        prompt = self._renderer.prepare_turn(
+            dialogue.row, dialogue.columns, dialogue.answers, self._max_model_len, dialogue.sampling
+        )
+        if isinstance(prompt, RowError):
+            return Output(dialogue.row, error=prompt)
+        self._included.prepared(prompt, dialogue.sampling.seed)
+        return dialogue.begin(prompt)
+
     def _sampled(self, columns: Mapping[str, Any]) -> SamplingParams | RowError:
         try:
             return self._sampling.of_row(columns)
@@ -143,13 +169,18 @@ class Intake:
             return failure.error
 
     def _request(self, item: Any, prompt: PreparedRow | RowError, sampling: SamplingParams) -> Request | Output:
-        row, _, partial, priority = item
+        row, columns, partial, priority = item
         if isinstance(prompt, RowError):
             return Output(row, error=prompt)
         if row == self.canary:
             sampling = replace(sampling, max_tokens=1, min_tokens=0)
         else:
             self._included.prepared(prompt, sampling.seed)
+            if self._renderer.spec.turns is not None:
+                turns = len(self._renderer.user_turns(columns))
+                dialogue = Dialogue(row, columns, sampling, turns, list(partial), priority)
+                self.dialogues[row] = dialogue
+                return dialogue.begin(prompt)
         return Request(
             request_id=row,
             prompt_token_ids=prompt.token_ids,

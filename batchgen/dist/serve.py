@@ -145,7 +145,7 @@ class WorkerLoop:
             self._count()
             # Ahead of the last results, after which the supervisor may have heard enough.
             self._send_progress(now=bool(outputs) and not self._core.num_unfinished)
-            self._send_results(outputs)
+            self._end_turns(outputs)
             if not self._core.num_unfinished:
                 self._intake.wait(IDLE_SECONDS)
         self._send_partials(None)
@@ -218,7 +218,24 @@ class WorkerLoop:
             output = item if isinstance(item, Output) else self._core.add(item)
             if output is not None:
                 rejected.append(output)
-        self._send_results(self._without_canary(rejected))
+        self._end_turns(self._without_canary(rejected))
+
+    def _end_turns(self, outputs: list[Output]) -> None:
+        """Send what finished; a dialogue goes on until its last turn has ended."""
+        dialogues = self._intake.dialogues
+        if not dialogues:
+            self._send_results(outputs)
+            return
+        finished = []
+        for output in outputs:
+            dialogue = dialogues.get(output.request_id)
+            whole = output if dialogue is None else dialogue.end(output)
+            if whole is not None:
+                dialogues.pop(output.request_id, None)
+                finished.append(whole)
+            elif dialogue is not None:
+                self._intake.next_turn(dialogue)
+        self._send_results(finished)
 
     def _send_results(self, outputs: list[Output]) -> None:
         if outputs:
@@ -226,7 +243,9 @@ class WorkerLoop:
             self._channel.send({"type": "results", "rows": rows})
 
     def _send_partials(self, checkpoint: int | None) -> None:
-        rows = [list(p) for p in self._core.partials()]
+        dialogues = self._intake.dialogues
+        rows = [list(p) for p in self._core.partials() if p[0] not in dialogues]
+        rows += [list(news) for d in list(dialogues.values()) if (news := d.news()) is not None]
         sampled = self._core.counters.sampled - self._canary_tokens
         self._channel.send({"type": "partials", "id": checkpoint, "rows": rows, "sampled": sampled})
 
@@ -263,7 +282,7 @@ def _result(output: Output, included: dict[str, Any] | None) -> dict[str, Any]:
     error: RowError | None = output.error
     result = {
         "status": (Status.OK if error is None else error.status).value,
-        "text": output.text if error is None else None,
+        "text": None if error is not None else list(output.answers) if output.answers else output.text,
         "finish_reason": output.finish_reason.value if output.finish_reason else None,
         "stop_reason": None if output.stop_reason is None else str(output.stop_reason),
         "error": None if error is None else [error.error_class.value, error.message],

@@ -97,7 +97,8 @@ class EngineCore:
     def add(self, request: Request) -> Output | None:
         """Take a request; `request.sampling.max_tokens` is clipped to what fits the context.
 
-        A request may come with output tokens that an earlier attempt sampled; it goes on after them.
+        A request may come with output tokens that an earlier attempt sampled; it goes on after them. What it
+        samples is appended to `request.output_token_ids`; what lies behind the end of the answer is removed.
 
         Returns:
             None, or the output at once: an error row that can never fit, or a request whose earlier
@@ -119,6 +120,8 @@ class EngineCore:
         request.sampling = _clip(request.sampling, room)
         finished = checker.prime(request.output_token_ids)
         if finished is not None:
+            # In a dialogue, what comes behind the end of this answer belongs to the next.
+            del request.output_token_ids[checker.num_tokens :]
             return self._output(request, finished)
         try:
             self.scheduler.add(request)

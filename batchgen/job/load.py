@@ -295,7 +295,8 @@ def _check_across(document: Document, sections: dict[str, Section | None]) -> No
         _check_prompt(document, prompt, sampling)
     output, given = sections["output"], sections["input"]
     if isinstance(output, OutputSpec):
-        _check_output(document, output)
+        dialogues = isinstance(sampling, SamplingSection) and sampling.turns is not None
+        _check_output(document, output, dialogues=dialogues)
     if isinstance(given, InputSpec) and given.where is not None:
         try:
             parse_where(given.where)
@@ -303,7 +304,12 @@ def _check_across(document: Document, sections: dict[str, Section | None]) -> No
             document.fault(("input", "where"), str(error))
 
 
-def _check_output(document: Document, output: OutputSpec) -> None:
+def _check_output(document: Document, output: OutputSpec, *, dialogues: bool) -> None:
+    if output.format == "openai_batch" and dialogues:
+        document.fault(
+            ("sampling", "turns"),
+            "sampling.turns: a line of the format openai_batch holds one answer; use parquet or jsonl",
+        )
     if output.format != "parquet" and output.compression == "snappy":
         document.fault(
             ("output", "compression"),
@@ -326,8 +332,8 @@ def _check_prompt(document: Document, prompt: PromptSection, sampling: SamplingS
 
 
 def _prompt_fault(document: Document, error: UsageError) -> None:
-    named = re.match(r"prompt\.(\w+)", str(error))
-    document.fault(("prompt", named[1]) if named else ("prompt",), str(error))
+    named = re.match(r"(prompt|sampling)\.(\w+)", str(error))
+    document.fault((named[1], named[2]) if named else ("prompt",), str(error))
 
 
 def _notes(document: Document) -> Iterable[str]:

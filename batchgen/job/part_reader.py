@@ -122,13 +122,19 @@ def _batch_row(line: dict[str, Any]) -> PartRow:
     if response is None:
         skipped = error["code"] == Status.SKIPPED
         status = Status.SKIPPED if skipped else Status.ERROR
-        known = None if skipped else RowError(ErrorClass(error["code"]), error["message"])
+        known = _why(error["message"]) if skipped else RowError(ErrorClass(error["code"]), error["message"])
         return PartRow(row, line["custom_id"], RowResult(status.value, error=known))
     choice, usage = response["body"]["choices"][0], response["body"]["usage"]
     text = choice["message"]["content"] if "message" in choice else choice["text"]
     counts = usage["prompt_tokens"], usage["completion_tokens"], usage.get("truncated_tokens", 0)
     result = RowResult("ok", text, choice["finish_reason"], choice["stop_reason"], None, counts)
     return PartRow(row, line["custom_id"], result)
+
+
+def _why(message: str) -> RowError | None:
+    """Why a row was left out, which its line says as `class: message`."""
+    name, colon, text = message.partition(": ")
+    return RowError(ErrorClass(name), text) if colon and name in set(ErrorClass) else None
 
 
 def _parquet_rows(path: Path, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:

@@ -190,6 +190,7 @@ def setup_from_spec(
             renames=spec.output.columns,
             include=spec.output.include,
             batch=batch_labels(spec, fingerprints),
+            dialogues=spec.sampling.turns is not None,
         ),
         suffix=part_suffix(spec.output.format, spec.output.compression),
         compression=spec.output.compression,

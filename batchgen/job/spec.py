@@ -246,6 +246,7 @@ class SamplingSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63), Rule("a whole number from 0 to 2**63 - 1")] = 0
     ignore_eos: Annotated[bool, Rule("true or false")] = False
     per_row: Annotated[Text | None, Rule("null or the name of a column")] = None
+    turns: Annotated[Text | None, Rule("null or the name of a column")] = None
 
 
 Included = Literal["usage", "finish_reason", "prompt", "prompt_token_ids", "output_token_ids", "seed"]

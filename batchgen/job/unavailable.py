@@ -32,7 +32,6 @@ MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("sampling", "bad_words"): ([], None),
     ("sampling", "structured"): (None,),
     ("sampling", "reasoning"): (None,),
-    ("sampling", "turns"): (None,),
     ("output", "parse"): (False,),
     ("output", "samples"): ("list",),
     ("output", "push_to_hub"): (None,),

@@ -225,12 +225,7 @@ class PromptRenderer:
             self._encoder.encode([draft])
             return self._finish(row, draft, _Limits(max_model_len, sampling))
 
-        prepared = _caught(prepare)
-        if isinstance(prepared, RowError):
-            return RowError(
-                prepared.error_class, f"turn {len(answers) + 1}: {prepared.message}", prepared.status
-            )
-        assert isinstance(prepared, PreparedRow)
+        prepared: PreparedRow | RowError = _caught(prepare)
         return prepared
 
     def explain(

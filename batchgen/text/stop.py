@@ -83,6 +83,11 @@ class StopChecker:
         self._ids: list[int] = []
         self._search = _StringSearch(rules) if rules.strings else None
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has taken."""
+        return len(self._ids)
+
     def prime(self, token_ids: Iterable[int]) -> Finish | None:
         """Take what was generated before; the first end in it, if there is one."""
         for token_id in token_ids:

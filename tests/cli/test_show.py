@@ -91,3 +91,9 @@ def test_a_prompt_that_was_cut(write_job: Write, capsys: Captured) -> None:
     assert "\n6 tokens were cut to make the prompt fit\n" in text
     assert main(["show", job, "--set", "model.max_model_len=12", "--set", "prompt.overflow=skip"]) == 0
     assert "\nskipped context_length: the prompt has 14 tokens" in capsys.readouterr().out
+
+
+def test_the_first_turn_of_a_dialogue(write_job: Write, capsys: Captured) -> None:
+    job = write_job("sampling: {turns: turns}\n", rows='{"turns": ["a", "b"]}\n')
+    assert main(["show", job]) == 0
+    assert "\nprompt of turn 1 of 2\n<|im_start|>user\na<|im_end|>\n" in capsys.readouterr().out

@@ -1,0 +1,65 @@
+"""Rows with several answers, and rows that were left out for a reason, in every format and back."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_files import jsonl
+
+from batchgen.data.results import BatchLabels, OutputPlan, RowResult, plan_output
+from batchgen.data.sink import part_suffix, write_part
+from batchgen.job.part_reader import read_part
+from batchgen.types import ErrorClass, RowError, Status
+
+REFUSED = RowError(ErrorClass.CONTEXT_LENGTH, "turn 2: too long: by far", Status.SKIPPED)
+RESULTS = [
+    RowResult("ok", ["one", "zwei \u00fc", ""], "stop", None, None, (3, 2, 0)),
+    RowResult("error", error=RowError(ErrorClass.NULL_PROMPT, "null")),
+    RowResult("skipped", error=REFUSED),
+    RowResult("ok", ["x"], "length", None, None, (3, 2, 9)),
+]
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_answers_are_a_list(tmp_path: Path, format: str) -> None:
+    inputs = jsonl(tmp_path, *['{"id": "a"}'] * 4)
+    plan = plan_output(inputs, format=format, dialogues=True)
+    assert OutputPlan.from_json(plan.to_json(), inputs).dialogues
+    path = tmp_path / f"part-000000{part_suffix(format, 'none')}"
+    write_part(path, zip(inputs.rows(), RESULTS, strict=True), plan, compression="none")
+    if format == "parquet":
+        table = pq.read_table(path)
+        assert table.schema.field("generated_text").type == pa.list_(pa.string())
+        assert table["generated_text"].to_pylist() == [r.generated_text for r in RESULTS]
+        assert table.schema == plan.schema()
+    back = [row.result for row in read_part(path, plan.to_json())]
+    assert [r.generated_text for r in back] == [r.generated_text for r in RESULTS]
+    assert [(r.status, r.error and r.error.message) for r in back] == [
+        (r.status, r.error and r.error.message) for r in RESULTS
+    ]
+
+
+def test_a_plan_of_an_older_version_has_one_answer(tmp_path: Path) -> None:
+    inputs = jsonl(tmp_path, '{"id": "a"}')
+    data = plan_output(inputs).to_json()
+    del data["dialogues"]
+    assert not OutputPlan.from_json(data, inputs).dialogues
+
+
+def test_a_row_left_out_says_why_in_a_batch_file(tmp_path: Path) -> None:
+    inputs = jsonl(tmp_path, '{"id": "a"}')
+    plan = plan_output(inputs, format="openai_batch", batch=BatchLabels("0" * 16, "m", chat=True))
+    path = tmp_path / "part-000000.jsonl"
+    write_part(path, zip(inputs.rows(), RESULTS[2:3], strict=True), plan, compression="none")
+    (row,) = read_part(path, plan.to_json())
+    assert row.result == RowResult("skipped", error=RowError(REFUSED.error_class, REFUSED.message))
+
+
+def test_row_groups_end_by_the_characters_of_all_answers(tmp_path: Path) -> None:
+    inputs = jsonl(tmp_path, *['{"id": "a"}'] * 4)
+    plan = plan_output(inputs, dialogues=True)
+    results = [RowResult("ok", ["x" * 600, "y" * 600], "stop", None, None, (3, 2, 0))] * 4
+    path = tmp_path / "part-000000.parquet"
+    write_part(path, zip(inputs.rows(), results, strict=True), plan, group_bytes=2000)
+    assert pq.ParquetFile(path).num_row_groups == 2

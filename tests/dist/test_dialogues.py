@@ -1,0 +1,196 @@
+"""Dialogues: the worker's loop on a tiny model, against the turns done by hand with transformers."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_harness import make_engine
+from tiny_models import oracle, save_tiny_llama
+
+from batchgen.dist.channel import Channel
+from batchgen.dist.serve import ReadyEngine, WorkerLoop
+from batchgen.engine.build import Engine
+from batchgen.job.counters import create_counters
+from batchgen.sampling.overrides import RowSampling
+from batchgen.text.prompt import PromptRenderer, PromptSpec
+from batchgen.text.tokenizer import Tokenizer
+
+SYSTEM = "Answer in few words."
+TURNS = {0: ["Hello there", "And then?", "Why?"], 1: ["One turn"], 2: ["zebra " * 5, "b"], 3: ["a", "b" * 400]}
+MAX_TOKENS = 10
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Engine:
+    return make_engine(model, max_model_len=320, max_num_seqs=3)
+
+
+class Talk:
+    """A loop in a thread, and the other end of its channel."""
+
+    def __init__(self, tmp_path: Path, model: Path, engine: Engine, sampling: dict[str, Any], **prompt: Any) -> None:
+        spec = PromptSpec.from_dict({"turns": "turns", "system": SYSTEM, **prompt})
+        ready = ReadyEngine(
+            core=engine.core,
+            renderer=PromptRenderer(spec, Tokenizer.load(str(model))),
+            sampling=RowSampling({"max_tokens": MAX_TOKENS, **sampling}, {}, None),
+            max_num_seqs=3,
+            pinned={},
+            facts={},
+        )
+        create_counters(tmp_path / "counters")
+        self._ours, fd = Channel.pair()
+        config = {"counters": str(tmp_path / "counters"), "include": ["output_token_ids"]}
+        self.loop = WorkerLoop(Channel.from_fd(fd), config, lambda _: ready)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self.streams: dict[int, list[int]] = {}
+        self.done: dict[int, dict[str, Any]] = {}
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        finally:
+            self.loop._core.abort_all()  # type: ignore[attr-defined]
+
+    def send(self, rows: dict[int, list[str]], partial: dict[int, list[int]] | None = None) -> None:
+        given = partial or {}
+        self.streams |= {row: list(given.get(row, [])) for row in rows}
+        message = [[row, {"turns": turns}, given.get(row, []), 0] for row, turns in rows.items()]
+        self._ours.send({"type": "rows", "rows": message})
+
+    def until(self, results: int, checkpoints: bool = False) -> dict[int, dict[str, Any]]:
+        """Receive until so many rows are done; partials must be gapless and go on where they ended."""
+        while len(self.done) < results:
+            if checkpoints:
+                self._ours.send({"type": "checkpoint", "id": 1})
+            self._take()
+        return self.done
+
+    def _take(self) -> dict[str, Any]:
+        message = self._ours.receive()
+        if message["type"] == "partials":
+            for row, first, ids in message["rows"]:
+                assert first == len(self.streams[row])
+                self.streams[row] += ids
+        elif message["type"] == "results":
+            self.done |= {row: result for row, result, _ in message["rows"]}
+        return message
+
+    def end(self) -> None:
+        """Ask it to stop, which reports the last partials."""
+        self._ours.send({"type": "stop"})
+        while (message := self._take())["type"] != "partials" or message["id"] is not None:
+            pass
+        self._thread.join()
+        self._ours.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path, model: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
+    # The engine serves all tests of this module; a loop that ends would close it.
+    monkeypatch.setattr(engine.core, "close", lambda: None)
+    return lambda sampling=None, **prompt: Talk(tmp_path, model, engine, sampling or {}, **prompt)
+
+
+def by_hand(model: Path, turns: list[str]) -> list[str]:
+    """The answers, turn by turn, with transformers alone."""
+    hf = Tokenizer.load(str(model)).hf
+    chat, answers = [{"role": "system", "content": SYSTEM}], []
+    for turn in turns:
+        chat.append({"role": "user", "content": turn})
+        prompt = hf.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        (ids,) = oracle(model, [prompt], MAX_TOKENS)
+        answers.append(hf.decode(ids, skip_special_tokens=True))
+        chat.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def test_the_same_as_by_hand(start: Any, model: Path) -> None:
+    talk = start()
+    talk.send(TURNS)
+    done = talk.until(len(TURNS))
+    talk.end()
+    for row in (0, 1, 2):
+        assert done[row]["status"] == "ok"
+        assert done[row]["text"] == by_hand(model, TURNS[row])
+    # The second turn does not fit, so the row has no result; its first answer is no half of one.
+    assert (done[3]["status"], done[3]["text"]) == ("error", None)
+    assert done[3]["error"][0] == "context_length"
+    assert done[3]["error"][1].startswith("turn 2: the prompt has ")
+    assert not talk.loop._intake.dialogues
+
+
+def test_usage_is_the_sum_of_the_turns(start: Any, model: Path) -> None:
+    talk = start()
+    talk.send({0: TURNS[0]})
+    (result,) = talk.until(1).values()
+    talk.end()
+    hf = Tokenizer.load(str(model)).hf
+    chat, prompts = [{"role": "system", "content": SYSTEM}], 0
+    for turn, answer in zip(TURNS[0], result["text"], strict=True):
+        chat.append({"role": "user", "content": turn})
+        prompts += len(hf.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+        chat.append({"role": "assistant", "content": answer})
+    assert result["usage"][0] == prompts
+    assert result["usage"][1] <= 3 * MAX_TOKENS
+    assert len(result["included"]["output_token_ids"]) // 4 <= result["usage"][1]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5, "stop": ["e", "\n"]}], ids=["greedy", "sampled"])
+def test_resumed_anywhere_it_ends_the_same(start: Any, sampling: dict[str, Any]) -> None:
+    rows = {row: TURNS[row] for row in (0, 1, 2)}
+    talk = start(sampling)
+    talk.send(rows)
+    whole = dict(talk.until(3, checkpoints=True))
+    talk.end()
+    draw = random.Random(0)
+    for _ in range(6):
+        partial = {row: ids[: draw.randint(0, len(ids))] for row, ids in talk.streams.items()}
+        again = start(sampling)
+        again.send(rows, partial)
+        assert again.until(3, checkpoints=True) == whole
+        again.end()
+        for row, ids in talk.streams.items():
+            shorter = min(len(ids), len(again.streams[row]))
+            assert again.streams[row][:shorter] == ids[:shorter]
+
+
+def test_stopped_between_turns_nothing_is_lost(start: Any) -> None:
+    rows = {row: TURNS[row] for row in (0, 2)}
+    talk = start()
+    talk.send(rows)
+    whole = dict(talk.until(2))
+    talk.end()
+    stopped = start()
+    stopped.send(rows)
+    stopped.until(1, checkpoints=True)
+    stopped.end()
+    again = start()
+    again.send({row: turns for row, turns in rows.items() if row not in stopped.done}, stopped.streams)
+    again.until(2 - len(stopped.done))
+    again.end()
+    assert stopped.done | again.done == whole
+
+
+def test_a_turn_that_is_cut_or_left_out(start: Any) -> None:
+    talk = start(overflow="truncate_middle")
+    talk.send({3: TURNS[3]})
+    (cut,) = talk.until(1).values()
+    talk.end()
+    assert cut["status"] == "ok"
+    assert cut["usage"][2] > 100
+    talk = start(overflow="skip")
+    talk.send({3: TURNS[3]})
+    (skipped,) = talk.until(1).values()
+    talk.end()
+    assert (skipped["status"], skipped["error"][0]) == ("skipped", "context_length")
