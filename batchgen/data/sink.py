@@ -7,12 +7,14 @@ cut by rows and by bytes of content, and neither paths nor times are written.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 import pyarrow as pa
@@ -69,6 +71,7 @@ def write_part(
     group_rows: int = GROUP_ROWS,
     group_bytes: int = GROUP_BYTES,
     on_group: OnGroup = lambda rows, results: None,
+    disk: Disk | None = None,
 ) -> WrittenPart:
     """Writes `records` to `path`, flushed to disk; keeps at most one row group in memory.
 
@@ -80,13 +83,14 @@ def write_part(
         group_rows: most rows in one Parquet row group.
         group_bytes: bytes of input and results with which a row group ends, even if it is of one row.
         on_group: called with the rows and results of each group.
+        disk: how to reach it; None: directly.
 
     Raises:
         StorageError: the file cannot be written.
         ValueError: the rows are not in input order.
         Whatever `records` raises.
     """
-    with HashingFile(path) as file:
+    with HashingFile(path, disk) as file:
         try:
             rows = write_records(
                 file,
@@ -263,17 +267,37 @@ class _Gzip:
         self._file.write(self._deflate.flush())
 
 
+class Disk(Protocol):
+    """The system calls that can fail half-way; `batchgen.job.files.FileOps` is one that tests make fail."""
+
+    def create(self, path: Path) -> int: ...
+    def write(self, fd: int, data: bytes) -> int: ...
+    def fsync(self, fd: int) -> None: ...
+
+
+class _OsDisk:
+    def create(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def write(self, fd: int, data: bytes) -> int:
+        return os.write(fd, data)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+
 class HashingFile(io.RawIOBase):
     """A new file that counts and hashes what is written, so that nothing has to be read back."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], disk: Disk | None = None) -> None:
         super().__init__()
         self._path = os.fspath(path)
+        self._disk = disk or _OsDisk()
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self.size = 0
         self._fd = -1
         with self._storage_errors():
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            self._fd = self._disk.create(Path(path))
 
     def writable(self) -> bool:
         return True
@@ -286,14 +310,18 @@ class HashingFile(io.RawIOBase):
         with self._storage_errors():
             written = 0
             while written < len(view):
-                written += os.write(self._fd, view[written:])
+                # A regular file takes nothing only where nothing fits.
+                taken = self._disk.write(self._fd, view[written:])  # type: ignore[arg-type]
+                if taken <= 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                written += taken
         self._hash.update(view)
         self.size += len(view)
         return len(view)
 
     def sync(self) -> None:
         with self._storage_errors():
-            os.fsync(self._fd)
+            self._disk.fsync(self._fd)
 
     def close(self) -> None:
         if not self.closed:

@@ -14,11 +14,12 @@ from batchgen.data.row_result import RowResult
 from batchgen.data.sink import Record
 from batchgen.data.source import InputSet
 from batchgen.job.changes import Runs, add_row, number_of, of_epoch
+from batchgen.job.files import is_full
 from batchgen.job.index import changed_input
 from batchgen.job.journal import JournalReader, Location, SegmentName, unpack_result
 from batchgen.job.parts import PartCommit
 from batchgen.job.window import OpenPart
-from batchgen.types import InputError
+from batchgen.types import InputError, StorageError
 
 if TYPE_CHECKING:
     from batchgen.job.recovery import OpenJob
@@ -40,7 +41,7 @@ class Assembler:
         self._inputs: InputSet | None = None
 
     def write(self, part: OpenPart) -> PartCommit:
-        """Commit a whole part.
+        """Commit a whole part; after a disk error written again, once, to another file.
 
         Raises:
             InputError: the input is not what it was when the rows ran.
@@ -50,9 +51,20 @@ class Assembler:
         job = self._job
         if not part.done:
             return job.parts.commit_empty(part.part, part.span)
+        try:
+            commit = self._commit(part)
+        except StorageError as error:
+            if not isinstance(error.__cause__, OSError) or is_full(error.__cause__):
+                raise
+            commit = self._commit(part)
+        job.replaced.pop(part.part, None)
+        return commit
+
+    def _commit(self, part: OpenPart) -> PartCommit:
+        job = self._job
         replaced = job.replaced.get(part.part)
         settings: Runs = []
-        commit = job.parts.commit(
+        return job.parts.commit(
             part.part,
             self._records(part, settings),
             job.plan,
@@ -63,8 +75,6 @@ class Assembler:
             settings=settings,
             span=part.span,
         )
-        job.replaced.pop(part.part, None)
-        return commit
 
     def close(self) -> None:
         """Close files."""

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import platform
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import batchgen
-from batchgen.job.changes import now_text
+from batchgen.job.changes import host_name, now_text
 from batchgen.job.files import atomic_write
 from batchgen.job.folder import JobFolder
 
@@ -46,7 +45,7 @@ class Attempt:
     """
 
     number: int
-    host: str = field(default_factory=socket.gethostname)
+    host: str = field(default_factory=host_name)
     pid: int = field(default_factory=os.getpid)
     versions: Mapping[str, str] = field(default_factory=versions)
     facts: Mapping[str, Any] = field(default_factory=dict)

@@ -25,6 +25,11 @@ def now_text() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def host_name() -> str:
+    """Of this machine."""
+    return socket.gethostname()
+
+
 def _user() -> str:
     try:
         return getpass.getuser()
@@ -61,7 +66,7 @@ class Change:
     rows: int = 0
     open: bool = False
     user: str = field(default_factory=_user)
-    host: str = field(default_factory=socket.gethostname)
+    host: str = field(default_factory=host_name)
     pid: int = field(default_factory=os.getpid)
     time: str = field(default_factory=now_text)
 

@@ -42,9 +42,9 @@ class Claims:
         return max(self._epochs(), default=0)
 
     def check(self, epoch: int) -> None:
-        """Raises OwnershipError when `epoch` is no longer the highest."""
+        """Raises OwnershipError when there is a higher epoch than `epoch`."""
         now = self.current()
-        if now != epoch:
+        if now > epoch:
             raise OwnershipError(
                 f"{self._folder.root}: another run took over (claim {now} follows {epoch}) while this "
                 "process was stopped or cut off; nothing that it wrote since counts, let the other one finish"

@@ -117,6 +117,11 @@ def disk_full() -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def is_full(error: OSError) -> bool:
+    """Whether there is no room, so that trying elsewhere on the same disk is of no use."""
+    return error.errno in _FULL
+
+
 def storage_error(path: Path | str, error: OSError, needed: int = 0, action: str = "written") -> StorageError:
     """One sentence: the path, what the system says, what to do.
 

@@ -173,6 +173,11 @@ class JobFolder:
                     shutil.rmtree(self.internal / name, ignore_errors=True)
                     (self.internal / name).mkdir(exist_ok=True)
 
+    def begun(self) -> bool:
+        """Whether a job has left results or records of parts."""
+        with storage(self.internal, action="read"):
+            return any(OS_FILES.listdir(folder) for folder in (self.commits, self.journal))
+
     def forget_job(self) -> None:
         """Drop the records of a job whose manifest is gone: its parts and rows must not count for another.
 

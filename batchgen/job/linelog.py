@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from batchgen.job.files import OS_FILES, FileOps, open_existing, storage, write_all
+from batchgen.job.files import OS_FILES, FileOps, is_full, open_existing, storage, write_all
 
 _CHECKSUM_CHARS = 8
+# A log of which more than this is not forced to disk has no second chance: the rest is made anew.
+MOST_WRITTEN_AGAIN = 1024 * 1024
 
 
 class LineLog:
@@ -30,29 +33,50 @@ class LineLog:
         self._files = files
         self._fd = -1
         self._unsynced = False
+        self._recent = bytearray()
+        self._failures = 0
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Write records; on disk only after `sync`.
 
         Raises:
-            StorageError: the last line may be torn.
+            StorageError: failed twice; the last line may be torn.
         """
         data = b"".join(map(encode_line, records))
         if not data:
             return
-        with storage(self._path, len(data)):
-            if self._fd < 0:
-                self._fd = self._files.create(self._path)
-                self._files.fsync_folder(self._path.parent)
-            write_all(self._files, self._fd, data)
-            self._unsynced = True
+        if len(self._recent) <= MOST_WRITTEN_AGAIN:
+            self._recent += data
+        self._unsynced = True
+        self._attempt(lambda: self._write(data))
 
     def sync(self) -> None:
         """Force what was appended to disk. Raises StorageError."""
         if self._unsynced:
-            with storage(self._path):
-                self._files.fsync(self._fd)
+            self._attempt(lambda: self._files.fsync(self._fd))
             self._unsynced = False
+            self._recent.clear()
+
+    def _attempt(self, operation: Callable[[], None]) -> None:
+        """Do it; after a failure write what is not on disk for certain to another file, once."""
+        with storage(self._path, len(self._recent)):
+            try:
+                operation()
+            except OSError as error:
+                if self._failures or is_full(error) or len(self._recent) > MOST_WRITTEN_AGAIN:
+                    raise
+                self._failures += 1
+                self.close()
+                # Sorts right behind the file that failed.
+                self._path = self._path.with_stem(f"{self._path.stem}_again")
+                self._write(bytes(self._recent))
+                self._files.fsync(self._fd)
+
+    def _write(self, data: bytes) -> None:
+        if self._fd < 0:
+            self._fd = self._files.create(self._path)
+            self._files.fsync_folder(self._path.parent)
+        write_all(self._files, self._fd, data)
 
     def close(self) -> None:
         """Close the file; appending again is an error."""
@@ -89,8 +113,11 @@ def read_lines(path: Path, damaged: list[str] | None = None) -> Iterator[dict[st
 
 def read_folder(folder: Path, damaged: list[str] | None = None, kind: str = "e") -> Iterator[dict[str, Any]]:
     """The intact records of all logs of one kind in a folder, oldest epoch first."""
-    for path in sorted(folder.glob(f"{kind}[0-9]*.jsonl")):
-        yield from read_lines(path, damaged)
+    with storage(folder, action="read"):
+        names = sorted(OS_FILES.listdir(folder))
+    for name in names:
+        if re.fullmatch(rf"{kind}\d+(_again)?\.jsonl", name):
+            yield from read_lines(folder / name, damaged)
 
 
 def log_name(epoch: int, kind: str = "e") -> str:

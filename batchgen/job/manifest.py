@@ -16,6 +16,14 @@ from batchgen.job.folder import JobFolder
 from batchgen.types import StorageError, UsageError
 
 FORMAT = 1
+UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""From a format to the next: what a manifest of that format says, as the next one says it.
+
+A change that older versions would misread raises `FORMAT` and adds a function here. The other files
+of a folder carry no number of their own: what reads them takes what was written under every format that this
+table leads from, as `PartCommit.from_json` fills in fields that came later. A format that cannot be continued
+raises a UsageError that says why. `tests/job/data` keeps a folder of each format.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,15 +136,21 @@ def load_manifest(folder: JobFolder) -> Manifest | None:
             f"{folder.manifest}: not a manifest ({error}); restore it from a copy, or start over "
             "with --overwrite"
         ) from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        written_by = data.get("batchgen", "unknown") if isinstance(data, dict) else "unknown"
+    if not isinstance(data, dict) or not isinstance(data.get("format"), int):
+        raise StorageError(
+            f"{folder.manifest}: not a manifest; restore it from a copy, or start over with --overwrite"
+        )
+    if data["format"] > FORMAT:
         raise UsageError(
-            f"{folder.manifest}: written by batchgen {written_by} in a format that this version "
-            f"({batchgen.__version__}) cannot continue; use that version, or choose another output.path"
+            f"{folder.manifest}: written by batchgen {data.get('batchgen', 'unknown')} in format "
+            f"{data['format']}, and this version ({batchgen.__version__}) reads formats up to {FORMAT}; use "
+            "that version or a later one, or choose another output.path"
         )
     if data.pop("checksum", None) != checksum(data):
         raise StorageError(
             f"{folder.manifest}: damaged (its checksum does not match); restore it from a copy, or start "
             "over with --overwrite"
         )
+    while data["format"] < FORMAT:
+        data = UPGRADES[data["format"]](data)
     return Manifest(**{**data, "changes": [Change(**change) for change in data.get("changes", [])]})

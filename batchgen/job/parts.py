@@ -195,10 +195,12 @@ class PartStore:
             add_results(summary, [(row.ordinal, row.id) for row in rows], results)
 
         try:
-            written = write_part(temporary, records, plan, compression=compression, on_group=count)
+            written = write_part(
+                temporary, records, plan, compression=compression, on_group=count, disk=self._files
+            )
         except StorageError as error:
             if isinstance(error.__cause__, OSError):
-                raise storage_error(final, error.__cause__, size) from error
+                raise storage_error(final, error.__cause__, size) from error.__cause__
             raise
         try:
             with storage(final, written.bytes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ from batchgen.job.run_stats import RunStats
 from batchgen.job.selection import Selection
 from batchgen.job.success import read_success
 from batchgen.types import DriftError
+
+_LATE_PAUSES = (0.1, 0.4, 1.0)
 
 
 @dataclass(slots=True)
@@ -159,7 +162,7 @@ def open_job(
         still_owner()
         kept = folder.quarantined(path)
         say(f"{path} belongs to no claim (a run that had lost this folder wrote it); moved to {kept}")
-    if load_manifest(folder) is None:
+    if not _find_manifest(folder):
         still_owner()
         folder.forget_job()
     index = InputIndex(folder, claim.epoch)
@@ -203,6 +206,17 @@ def open_job(
         job.counts.add(commit.counts)
     job.drop_segments()
     return job
+
+
+def _find_manifest(folder: JobFolder) -> bool:
+    """Whether there is a manifest. Where other files say so, a network file system may show it late."""
+    for pause in (*_LATE_PAUSES, 0.0):
+        if load_manifest(folder) is not None:
+            return True
+        if not folder.begun():
+            return False
+        time.sleep(pause)
+    return False
 
 
 def _replay(job: OpenJob, claim: Claim) -> Replay:
