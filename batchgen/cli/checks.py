@@ -448,12 +448,21 @@ def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> N
     elif scan.read > selection.first and not scan.selected:
         report.notes.append(f"none of the first {scan.read:,} rows is selected by input.where")
     if with_ids and scan.read == most:
-        report.notes.append(f"only the first {most:,} rows were checked for ids that occur twice")
-    if scan.twice:
+        report.notes.append(
+            f"only the first {most:,} rows were checked for ids that occur twice; `run` looks at all"
+        )
+    if scan.twice and spec.input.duplicate_ids != "error":
+        fate = "is skipped" if spec.input.duplicate_ids == "keep_first" else "gets a number behind its id"
+        report.notes.append(
+            f"{len(scan.twice)} of the first {scan.read:,} rows have the id of an earlier row, and each "
+            f"{fate}; {scan.twice[0]}"
+        )
+    elif scan.twice:
         more = f" and {len(scan.twice) - 3} more" if len(scan.twice) > 3 else ""
         raise UsageError(
             f"input.id: ids must be distinct, but {'; '.join(scan.twice[:3])}{more}; "
-            "remove one of each pair, or name another column in input.id"
+            "remove one of each pair, name another column in input.id, or set input.duplicate_ids: suffix or "
+            "keep_first"
         )
 
 

@@ -146,6 +146,10 @@ class InputSet:
         """The schema that all Parquet or Arrow files share; None for text."""
         return self._schema
 
+    def has_header(self) -> bool:
+        """Whether `columns` are all that any row can have; not so for JSON."""
+        return self._schema is not None or self.format == "csv"
+
     def num_rows(self) -> int | None:
         """Rows of the input where its files say so without being read; None for text."""
         if self._schema is None:

@@ -39,6 +39,7 @@ class Assembler:
         self._job = job
         self._reader = JournalReader(job.folder.journal, job.manifest.job_id)
         self._inputs: InputSet | None = None
+        self._decisions = None if job.decisions is None else job.decisions.another()
 
     def write(self, part: OpenPart) -> PartCommit:
         """Commit a whole part; after a disk error written again, once, to another file.
@@ -91,6 +92,9 @@ class Assembler:
         try:
             for batch in _batches(islice(rows, entry.rows), part):
                 indexer.add_all(batch)
+                if self._decisions is not None:
+                    for row in batch:
+                        self._decisions.apply(row)
                 selected = [row for row in batch if row.ordinal in part.done]
                 self._note_changes(settings, part, selected)
                 yield from zip(selected, self._results(part, selected), strict=True)

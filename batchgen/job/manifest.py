@@ -13,7 +13,7 @@ import batchgen
 from batchgen.job.changes import Change, latest_drift, now_text, of_epoch
 from batchgen.job.files import OS_FILES, anyone, atomic_write, read_file, storage
 from batchgen.job.folder import JobFolder
-from batchgen.types import StorageError, UsageError
+from batchgen.types import DriftError, StorageError, UsageError
 
 FORMAT = 1
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
@@ -37,6 +37,7 @@ class Manifest:
         output_plan: `OutputPlan.to_json()`.
         part_rows: rows in one part.
         compression: of the parts.
+        duplicate_ids: `input.duplicate_ids`; once it is not `error`, what became of ids is in parts.
         limit, rows: `input.limit` and `input.rows` of the last attempt; None for all.
         pinned: numeric choices that the first worker reported; empty until then.
         facts: versions and devices that it reported.
@@ -53,6 +54,7 @@ class Manifest:
     compression: str
     limit: int | None
     rows: str | None = None
+    duplicate_ids: str = "error"
     pinned: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
@@ -88,6 +90,14 @@ class Manifest:
         if of_epoch(self.epochs, epoch) != now:
             self.epochs.append((epoch, now))
         return now
+
+    def require_duplicate_ids(self, now: str, folder: JobFolder) -> None:
+        """Raises DriftError where parts hold ids that another `input.duplicate_ids` has made."""
+        if self.duplicate_ids not in (now, "error"):
+            raise DriftError(
+                f"{folder.root}: parts were written with input.duplicate_ids: {self.duplicate_ids}, and it "
+                f"is {now} now; set it back, choose another output.path, or start over with --overwrite"
+            )
 
     def save(self, folder: JobFolder, still_owner: Callable[[], None] = anyone) -> None:
         """Replace `manifest.json`. Raises StorageError, and whatever `still_owner` raises."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchgen.data.id_decisions import IdDecisions
 from batchgen.data.results import OutputPlan
 from batchgen.data.source import InputSet
 from batchgen.job.accepted import settle_drift
@@ -16,6 +17,7 @@ from batchgen.job.condition import DEFAULT, Condition
 from batchgen.job.drift import diff
 from batchgen.job.files import OS_FILES, atomic_write, storage
 from batchgen.job.folder import JobFolder
+from batchgen.job.ids import Stops, UniqueIds, decide_ids
 from batchgen.job.index import InputIndex
 from batchgen.job.journal import JournalWriter, SegmentName
 from batchgen.job.manifest import Manifest, load_manifest
@@ -41,6 +43,8 @@ class OpenJob:
         found: what the journal holds beyond the committed parts.
         replaced: committed parts that are assembled again, until they have been.
         total: rows of the selection, where an earlier run has counted them.
+        decisions: what becomes of rows whose id an earlier one has, where that is not an error.
+        ids: what looks for such rows where it is; set while it does.
     """
 
     folder: JobFolder
@@ -57,6 +61,8 @@ class OpenJob:
     selection: Selection
     input_rows: int | None
     total: int | None = None
+    decisions: IdDecisions | None = None
+    ids: UniqueIds | None = None
     found: Replay = field(default_factory=Replay.empty)
     replaced: dict[int, Replaced] = field(default_factory=dict)
 
@@ -124,6 +130,8 @@ class OpenJob:
 
     def close(self) -> None:
         """Close every file."""
+        if self.ids is not None:
+            self.ids.close()
         self.journal.close()
         for log in (self.index, self.parts, self.stats):
             log.close()
@@ -134,6 +142,7 @@ def open_job(
     folder: JobFolder,
     claim: Claim,
     say: Callable[[str], None],
+    stops: Stops,
     *,
     accept_drift: bool = False,
 ) -> OpenJob:
@@ -144,11 +153,13 @@ def open_job(
         folder: created, owned.
         claim: this process's.
         say: gets a sentence for each thing that was found damaged.
+        stops: whether to give up while ids are read.
         accept_drift: go on where the job differs from the folder's, and record it.
 
     Raises:
         DriftError: the folder belongs to another job, or has more rows than are asked for now.
         StorageError, InputError: it cannot be read or written.
+        Interrupted: `stops` said so; says why.
     """
     claims = Claims(folder)
 
@@ -188,6 +199,7 @@ def open_job(
         total=_rows_of_success(folder, setup.selection),
     )
     _check_selection(job)
+    _decide_ids(job, setup, stops, say)
     if setup.retry is not None:
         begin_retry(job, setup.retry)
     manifest.enter(claim.epoch)
@@ -283,6 +295,22 @@ def _check_selection(job: OpenJob) -> None:
         )
 
 
+def _decide_ids(job: OpenJob, setup: JobSetup, stops: Stops, say: Callable[[str], None]) -> None:
+    """Find out what becomes of ids before any row runs; parts written before that was asked for follow."""
+    before, now = job.manifest.duplicate_ids, setup.duplicate_ids
+    job.manifest.require_duplicate_ids(now, job.folder)
+    if now == "error":
+        return
+    say(f"reading the ids of the rows first (input.duplicate_ids: {now})")
+    job.decisions = decide_ids(job.inputs, job.folder.index, now, job.selection, stops)
+    job.manifest.duplicate_ids = now
+    if job.decisions is not None and before == "error":
+        for ordinal in job.decisions.ordinals():
+            commit = job.parts.committed.pop(ordinal // job.manifest.part_rows, None)
+            if commit is not None:
+                job.replaced[commit.part] = job.replacing(commit, change=commit.change)
+
+
 def _grown_parts(job: OpenJob) -> Iterator[PartCommit]:
     """Parts of which more rows are selected now than when they were written."""
     size, selection = job.manifest.part_rows, job.selection
@@ -319,4 +347,4 @@ def _find_replaced(job: OpenJob) -> None:
             if commit.change < number and retry.covers(commit.part):
                 job.replaced[commit.part] = job.replacing(commit, anew, retry.epoch, number)
     for part in job.replaced:
-        del job.parts.committed[part]
+        job.parts.committed.pop(part, None)

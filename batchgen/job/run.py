@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
+from batchgen.data.source import InputSet
 from batchgen.job.attempts import Attempt
 from batchgen.job.claims import Claims
 from batchgen.job.collector import rare_collections
@@ -19,6 +20,7 @@ from batchgen.job.drift import find_drift
 from batchgen.job.events import StopAsked
 from batchgen.job.folder import JobFolder
 from batchgen.job.gates import faults
+from batchgen.job.ids import Interrupted, UniqueIds, has_ids
 from batchgen.job.lease import Lease, Owner, acquire_lease
 from batchgen.job.manifest import Manifest, load_manifest
 from batchgen.job.parts import Counts, recognise_parts
@@ -103,6 +105,7 @@ def _already_complete(setup: JobSetup, options: RunOptions, folder: JobFolder) -
         raise drift.refusal(folder.root)
     if drift.differences or drift.doubtful or drift.moved:
         return None
+    manifest.require_duplicate_ids(setup.duplicate_ids, folder)
     success = read_success(folder)
     if success is None or not setup.selection.is_complete(success):
         return None
@@ -154,8 +157,10 @@ def _run_owned(
             stop_signals(lambda name: events.put(StopAsked(name)), partial(_abandon, running)),
             beside(lambda error: events.put(StopAsked(str(error), error))),
         ):
-            job = open_job(setup, folder, claim, tell, accept_drift=options.accept_drift)
+            stops = _Stops(events)
+            job = open_job(setup, folder, claim, tell, stops, accept_drift=options.accept_drift)
             try:
+                job.ids = _unique_ids(job, setup, events)
                 attempt.change = job.manifest.current_change()
                 supervisor = Supervisor(
                     job,
@@ -171,9 +176,14 @@ def _run_owned(
                 running.append(supervisor)
                 with rare_collections():
                     stopped = supervisor.run()
+                if stopped is None and job.ids is not None and not job.ids.finish(stops):
+                    stopped = stops.reason()
                 result = _finish(job, options, stopped)
             finally:
                 job.close()
+    except Interrupted as stop:
+        attempt.finish(folder, f"stopped ({stop})", RESUMABLE)
+        return RunResult(RESUMABLE, f"stopped ({stop}); run the same command to continue", Counts())
     except NothingToRetry as nothing:
         attempt.finish(folder, str(nothing), COMPLETE)
         return RunResult(COMPLETE, str(nothing), Counts())
@@ -186,6 +196,43 @@ def _run_owned(
     attempt.counters = {name: getattr(result.counts, name) for name in ("ok", "error", "skipped")}
     attempt.finish(folder, result.reason, result.exit_code)
     return result
+
+
+class _Stops:
+    """Whether something outside has asked the run to stop, for work beside the supervisor's loop.
+
+    Args:
+        events: the queue of that loop, which is not running.
+    """
+
+    def __init__(self, events: queue.SimpleQueue[Any]) -> None:
+        self._events = events
+        self._asked: StopAsked | None = None
+
+    def __call__(self) -> bool:
+        while self._asked is None and not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, StopAsked):
+                self._asked = event
+        return self._asked is not None
+
+    def reason(self) -> str:
+        """Why; raises the error that it was."""
+        if self._asked is not None and self._asked.error is not None:
+            raise self._asked.error
+        return "" if self._asked is None else self._asked.reason
+
+
+def _unique_ids(job: OpenJob, setup: JobSetup, events: queue.SimpleQueue[Any]) -> UniqueIds | None:
+    """What looks for ids that occur twice, beside the run."""
+    if setup.duplicate_ids != "error" or has_ids(job.inputs) is False:
+        return None
+    inputs = InputSet(job.inputs.files, job.inputs.options)
+    ids = UniqueIds(
+        inputs, job.folder.index, job.selection, lambda error: events.put(StopAsked(str(error), error))
+    )
+    ids.start_if_needed()
+    return ids
 
 
 def _abandon(running: list[Supervisor]) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from batchgen.data.results import BatchLabels, OutputPlan
     from batchgen.data.source import InputSet
     from batchgen.job.fingerprints import Fingerprints
+    from batchgen.job.ids import DuplicatePolicy
     from batchgen.job.parts import Counts
     from batchgen.job.retry import Retry
     from batchgen.job.spec import JobSpec
@@ -57,6 +58,7 @@ class JobSetup:
         compression: of parts.
         part_rows: rows in one part, at the first attempt.
         selection: which rows.
+        duplicate_ids: `input.duplicate_ids`.
         resolved_job: text of job.resolved.yaml.
         retry: rows to compute anew, under `worker_config`; None for an ordinary run.
         commits: by name and revision of the model, the commit that it is; empty for local files.
@@ -72,6 +74,7 @@ class JobSetup:
     compression: str
     part_rows: int
     selection: Selection
+    duplicate_ids: DuplicatePolicy = "error"
     resolved_job: str
     url: str | None = None
     retry: Retry | None = None
@@ -196,6 +199,7 @@ def setup_from_spec(
         compression=spec.output.compression,
         part_rows=part_rows_auto(spec),
         selection=Selection.of(spec.input.rows, spec.input.limit),
+        duplicate_ids=spec.input.duplicate_ids,
         resolved_job=resolved_yaml(spec),
         commits={revision_name(spec.model.path, spec.model.revision): commit} if commit else {},
     )

@@ -174,6 +174,9 @@ class InputSpec(Section):
         Rule("auto, parquet, jsonl, json, csv or openai_batch"),
     ] = "auto"
     id: Annotated[Text, Rule("auto or the name of a column")] = "auto"
+    duplicate_ids: Annotated[
+        Literal["error", "suffix", "keep_first"], Rule("error, suffix or keep_first")
+    ] = "error"
     columns: Annotated[
         Annotated[Texts, AfterValidator(_distinct)] | None, Rule("null or a list of distinct column names")
     ] = None

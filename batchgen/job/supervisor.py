@@ -99,6 +99,8 @@ class Supervisor:
             found=job.found,
             parts=options.window_parts or FEWEST_PARTS,
             counts=job.counts,
+            decisions=None if job.decisions is None else job.decisions.another(),
+            on_id=None if job.ids is None else job.ids.start,
             on_bad_row=self._bad_row,
             on_notes=job.stats.add_notes,
         )

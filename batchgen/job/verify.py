@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from batchgen.data.id_decisions import recorded_decisions
 from batchgen.data.source import InputSet
 from batchgen.job.changes import numbered, rows_by_number
 from batchgen.job.drift import check_drift
@@ -103,6 +104,7 @@ def verify_folder(
             },
             part_rows=size,
             plan=manifest.output_plan,
+            decisions=recorded_decisions(folder.index),
             fault=report.fault,
         )
     return report

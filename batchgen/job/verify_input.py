@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from batchgen.data.id_decisions import IdDecisions
 from batchgen.data.row import PartIndexer, Row
 from batchgen.data.source import InputSet
 from batchgen.job.index import InputIndex
@@ -24,6 +25,7 @@ def compare_with_input(
     spans: Mapping[int, Span],
     part_rows: int,
     plan: Mapping[str, Any],
+    decisions: IdDecisions | None,
     fault: Fault,
 ) -> None:
     """Read the input once, from the first part to the last, and each part beside it.
@@ -35,11 +37,12 @@ def compare_with_input(
         spans: by number, the ordinals for which the part was decided.
         part_rows: rows in one part.
         plan: `OutputPlan.to_json()`.
+        decisions: what became of ids that occur twice.
         fault: gets a sentence for the first thing that is wrong.
     """
     if not parts:
         return
-    comparison = _Comparison(index, parts, spans, part_rows, plan, fault)
+    comparison = _Comparison(index, parts, spans, part_rows, plan, decisions, fault)
     rows = inputs.rows(index.nearest_start(min(parts)))
     try:
         for row in rows:
@@ -63,9 +66,11 @@ class _Comparison:
         spans: Mapping[int, Span],
         part_rows: int,
         plan: Mapping[str, Any],
+        decisions: IdDecisions | None,
         fault: Fault,
     ) -> None:
         self._index = index
+        self._decisions = decisions
         self._parts = parts
         self._spans = spans
         self._part_rows = part_rows
@@ -90,6 +95,8 @@ class _Comparison:
             if row.ordinal < stop:
                 self._indexer.add(row)
             if first <= row.ordinal < stop and row.selected:
+                if self._decisions is not None:
+                    self._decisions.apply(row)
                 return self._matches(next(self._ids, None), row)
         return True
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchgen.data.id_decisions import IdDecisions
+from batchgen.data.identity import AUTO_COLUMN
 from batchgen.data.prompt_values import prompt_values
 from batchgen.data.row import PartIndexEntry, PartIndexer, Position, Row
 from batchgen.data.row_result import RowResult
@@ -21,7 +23,7 @@ from batchgen.job.parts import Counts, PartCommit
 from batchgen.job.replacement import KeptRows, Replaced
 from batchgen.job.replay import FoundPartial, FoundResult, Replay
 from batchgen.job.selection import Selection
-from batchgen.types import DriftError, InputError
+from batchgen.types import DriftError, InputError, Status
 
 _ROW_BYTES = 200
 # Rows that are passed over in one go on the way to the first that is selected.
@@ -104,6 +106,8 @@ class Window:
         found: what the journal says of other rows.
         parts: most parts that are open at a time.
         counts: gets the rows that need to run no more.
+        decisions: what becomes of rows whose id an earlier one has; None for nothing.
+        on_id: called with each row that has a column `id`; None if nobody wants to know.
         on_bad_row: called with each row that could not be read; may raise InputError.
         on_notes: called with each part in which something was repaired while reading, once it is read: its
             number, and by note how many rows and the first of them.
@@ -129,6 +133,8 @@ class Window:
         found: Replay,
         parts: int,
         counts: Counts,
+        decisions: IdDecisions | None,
+        on_id: Callable[[], None] | None,
         on_bad_row: Callable[[Row], None],
         on_notes: Callable[[int, Mapping[str, list[int]]], None],
     ) -> None:
@@ -144,6 +150,8 @@ class Window:
         self._partials: dict[int, FoundPartial] = found.partials
         self.parts = parts
         self._counts = counts
+        self._decisions = decisions
+        self._on_id = on_id
         self._on_bad_row = on_bad_row
         self._on_notes = on_notes
         self._open: dict[int, OpenPart] = {}
@@ -324,8 +332,17 @@ class Window:
     def _place(self, part: OpenPart, row: Row) -> Pending | None:
         part.selected += 1
         self.selected += 1
+        if self._on_id is not None and AUTO_COLUMN in row.values:
+            self._on_id()
+            self._on_id = None
+        if self._decisions is not None:
+            self._decisions.apply(row)
         for note in row.notes:
             part.notes.setdefault(note, [0, row.ordinal])[0] += 1
+        if row.skipped:
+            part.done[row.ordinal] = RowResult(Status.SKIPPED.value)
+            self._counts.count(Status.SKIPPED.value, None)
+            return None
         if row.error is not None:
             part.done[row.ordinal] = None
             self._counts.count("error", None)
