@@ -1,7 +1,8 @@
 """Which input columns go through to the output, and as what. `plan_output` decides once; the sink applies it.
 
     input    output   what a column becomes
-    Parquet  Parquet  the same Arrow type and values, bytes untouched
+    Parquet  Parquet  the same Arrow type, field metadata and values, bytes untouched; only texts and bytes
+                      that are views inside other types become plain ones
     Parquet  JSONL    the JSON of `arrow_values`: all digits, ISO times, base64 bytes, NaN as null
     JSONL    JSONL    the value as it was, digits of numbers included
     JSONL    Parquet  string, int64, double or bool where all non-null values of the first 1,000 rows agree;
@@ -87,10 +88,7 @@ class ArrowPassthrough:
 
     def arrays(self, rows: Sequence[Row]) -> list[pa.ChunkedArray | pa.Array]:
         slices = list(_slices(rows))
-        return [
-            pa.chunked_array([batch.column(field.name) for batch in slices], type=field.type)
-            for field in self.schema
-        ]
+        return [_column([batch.column(field.name) for batch in slices], field.type) for field in self.schema]
 
     def members(self, row: Row) -> Mapping[str, Any]:
         values = cast(ArrowRow, row.values)
@@ -215,14 +213,14 @@ def passthrough_from_json(data: Mapping[str, Any], schema: pa.Schema | None) -> 
 
 
 def arrow_passthrough(schema: pa.Schema, names: Iterable[str]) -> ArrowPassthrough:
-    """Columns `names` of `schema`, without what belongs to the input file alone (metadata, field ids)."""
+    """Columns `names` of `schema`, without what belongs to their file alone, which are field ids."""
     return ArrowPassthrough(pa.schema([_bare(schema.field(name)) for name in names]))
 
 
 def _pinned_arrow(data: Mapping[str, Any], schema: pa.Schema | None) -> ArrowPassthrough:
     names = [name for name, _ in data["columns"]]
     types = dict(data["columns"])
-    found = {} if schema is None else {field.name: str(field.type) for field in schema}
+    found = {} if schema is None else {field.name: str(_writable(field.type)) for field in schema}
     for name in names:
         if found.get(name) != types[name]:
             raise DriftError(
@@ -233,8 +231,8 @@ def _pinned_arrow(data: Mapping[str, Any], schema: pa.Schema | None) -> ArrowPas
 
 
 def _bare(field: pa.Field) -> pa.Field:
-    kept = {k: v for k, v in (field.metadata or {}).items() if k.startswith(b"ARROW:extension:")}
-    return field.with_metadata(kept or None)
+    kept = {key: value for key, value in (field.metadata or {}).items() if key != b"PARQUET:field_id"}
+    return field.with_type(_writable(field.type)).with_metadata(kept or None)
 
 
 def _slices(rows: Sequence[Row]) -> Iterable[pa.RecordBatch]:
@@ -248,6 +246,34 @@ def _slices(rows: Sequence[Row]) -> Iterable[pa.RecordBatch]:
         first = cast(ArrowRow, rows[start].values)
         yield first.batch.batch.slice(first.index, end - start)
         start = end
+
+
+def _column(slices: list[pa.Array], type_: pa.DataType) -> pa.ChunkedArray:
+    return pa.chunked_array([part if part.type == type_ else part.cast(type_) for part in slices], type=type_)
+
+
+def _writable(type_: pa.DataType) -> pa.DataType:
+    """The type itself, with plain texts and bytes for views inside it, which Arrow does not write."""
+    if pa.types.is_struct(type_):
+        return pa.struct([_writable_field(type_.field(i)) for i in range(type_.num_fields)])
+    if pa.types.is_map(type_):
+        key, item = _writable_field(type_.key_field), _writable_field(type_.item_field)
+        return pa.map_(key, item, type_.keys_sorted)
+    if pa.types.is_list(type_):
+        return pa.list_(_writable_field(type_.value_field))
+    if pa.types.is_large_list(type_):
+        return pa.large_list(_writable_field(type_.value_field))
+    if pa.types.is_fixed_size_list(type_):
+        return pa.list_(_writable_field(type_.value_field), type_.list_size)
+    return type_
+
+
+def _writable_field(field: pa.Field) -> pa.Field:
+    if pa.types.is_string_view(field.type):
+        return field.with_type(pa.string())
+    if pa.types.is_binary_view(field.type):
+        return field.with_type(pa.binary())
+    return field.with_type(_writable(field.type))
 
 
 def _going_through(
