@@ -6,6 +6,7 @@ Each check looks at one thing and says what it found; all are run, so that every
 
 from __future__ import annotations
 
+import difflib
 import os
 import shutil
 from collections.abc import Iterator
@@ -169,6 +170,7 @@ def open_job_input(spec: JobSpec) -> InputSet:
         on_truncated=spec.input.on_truncated,
         strict_json=spec.input.strict_json,
         where=spec.input.where,
+        schema=spec.input.schema,
     )
     if inputs.format == "openai_batch":
         inputs.close()
@@ -432,6 +434,7 @@ def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> N
     scan = _scan(inputs, selection, most if with_ids else min(most, WINDOW_ROWS), with_ids=with_ids)
     report.facts |= {"rows_read": scan.read, "bad_rows": scan.bad, "columns": list(inputs.columns())}
     report.notes += inputs.notes
+    report.notes += _undeclared(inputs)
     if not scan.read:
         report.notes.append("the input has no rows")
     if scan.bad:
@@ -464,6 +467,17 @@ def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> N
             "remove one of each pair, name another column in input.id, or set input.duplicate_ids: suffix or "
             "keep_first"
         )
+
+
+def _undeclared(inputs: InputSet) -> Iterator[str]:
+    """Columns of `input.schema` that none of the first rows has: rare ones, or misspelled."""
+    schema = inputs.options.schema or {}
+    seen = {name for row in inputs.window() for name in row.values} if schema else set()
+    for name in schema:
+        if seen and name not in seen:
+            near = difflib.get_close_matches(name, seen - schema.keys(), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield f"input.schema: none of the first rows has a column {name!r}{hint}"
 
 
 def _judge_unanswered(scan: _Scan) -> None:

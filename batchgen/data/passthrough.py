@@ -17,16 +17,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, cast
 
 import pyarrow as pa
 
+from batchgen.data.declared_values import DeclaredColumn
 from batchgen.data.exact_json import ExactFloat, encode
 from batchgen.data.row import Row
 from batchgen.data.table_reader import ArrowRow
 from batchgen.types import DriftError
 
 _EXACT_INT = 2**53
+_DECLARED = "declared "
 _DOUBLE_DIGITS = 17
 
 
@@ -103,7 +106,7 @@ class TypedPassthrough:
     """JSONL input to Parquet: typed columns, and `extra` for the rest.
 
     Args:
-        kinds: column to "string", "int64", "double" or "bool".
+        kinds: column to "string", "int64", "double" or "bool", or "declared " and a type of `input.schema`.
         extra: name of the JSON text column.
         selected: only these go through; None for all.
         omitted: these never do.
@@ -115,7 +118,7 @@ class TypedPassthrough:
     omitted: Collection[str]
 
     def fields(self) -> list[pa.Field]:
-        typed = [pa.field(name, _KINDS[kind].arrow) for name, kind in self.kinds.items()]
+        typed = [pa.field(name, _kind(kind).arrow) for name, kind in self.kinds.items()]
         return [*typed, pa.field(self.extra, pa.string())]
 
     def arrays(self, rows: Sequence[Row]) -> list[pa.ChunkedArray | pa.Array]:
@@ -123,7 +126,7 @@ class TypedPassthrough:
         columns: list[pa.ChunkedArray | pa.Array] = []
         all_fit = True
         for name, key in self.kinds.items():
-            column, fits = _KINDS[key].array([values.get(name) for values in members])
+            column, fits = _kind(key).array([values.get(name) for values in members])
             columns.append(column)
             all_fit = all_fit and fits
         expected = frozenset((*self.kinds, *self.omitted))
@@ -144,7 +147,7 @@ class TypedPassthrough:
         rest = {
             name: value
             for name, value in _going_through(row, self.selected, self.omitted)
-            if name not in self.kinds or not (value is None or _KINDS[self.kinds[name]].fits(value))
+            if name not in self.kinds or not (value is None or _kind(self.kinds[name]).fits(value))
         }
         return encode(rest) if rest else None
 
@@ -180,6 +183,14 @@ class VerbatimPassthrough:
             "selected": _listed(self.selected),
             "omitted": sorted(self.omitted),
         }
+
+
+def declared_kinds(
+    kinds: Mapping[str, str], declared: Mapping[str, str], names: Collection[str]
+) -> dict[str, str]:
+    """`kinds`, with those of `names` that `input.schema` declares as it says, wherever they were seen."""
+    going = {name: f"{_DECLARED}{type_}" for name, type_ in declared.items() if name in names}
+    return {**{name: going.get(name, kind) for name, kind in kinds.items()}, **going}
 
 
 def decide_kinds(rows: Iterable[Row], names: Collection[str]) -> dict[str, str]:
@@ -324,3 +335,30 @@ _KINDS = {
     "double": _Kind(pa.float64(), float, _is_double),
     "string": _Kind(pa.string(), str, lambda value: isinstance(value, str)),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _DeclaredKind:
+    """A column of a declared type; what does not fit is null here, and its row has said so."""
+
+    arrow: pa.DataType
+    column: DeclaredColumn
+
+    def fits(self, value: Any) -> bool:
+        return self.column.fits(value)
+
+    def array(self, values: Sequence[Any]) -> tuple[pa.Array, bool]:
+        held, all_fit = [], True
+        for value in values:
+            fits = value is None or self.column.fits(value)
+            held.append(self.column.value(value) if fits else None)
+            all_fit = all_fit and fits
+        return pa.array(held, self.arrow), all_fit
+
+
+@lru_cache(maxsize=1024)
+def _kind(key: str) -> _Kind | _DeclaredKind:
+    if not key.startswith(_DECLARED):
+        return _KINDS[key]
+    column = DeclaredColumn("", key.removeprefix(_DECLARED))
+    return _DeclaredKind(column.type.arrow(), column)

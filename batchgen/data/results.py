@@ -22,6 +22,7 @@ from batchgen.data.passthrough import (
     VerbatimPassthrough,
     arrow_passthrough,
     decide_kinds,
+    declared_kinds,
     passthrough_from_json,
 )
 from batchgen.data.record_columns import AFTER, BEFORE
@@ -237,7 +238,8 @@ def _passthrough(
     omitted = _omitted(inputs, names)
     if format == "jsonl":
         return VerbatimPassthrough(extra, list(names.values()), columns, omitted)
-    return TypedPassthrough(decide_kinds(inputs.window(), going), extra, columns, omitted)
+    kinds = declared_kinds(decide_kinds(inputs.window(), going), inputs.options.schema or {}, going)
+    return TypedPassthrough(kinds, extra, columns, omitted)
 
 
 def _free_name(wanted: str, taken: Collection[str]) -> str:

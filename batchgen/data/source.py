@@ -5,11 +5,13 @@ The job's `validate`, `plan` and supervisor call `open_input` and go through `In
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from batchgen.data.declared_values import DeclaredColumn, apply_schema, declared_column
 from batchgen.data.identity import RowIdentity
 from batchgen.data.input_file import InputFile, find_files
 from batchgen.data.line_reader import MAX_RECORD_BYTES
@@ -40,7 +42,7 @@ class _Reader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How records are read. `id_column` None is `input.id: auto`; `where` is the text of `input.where`."""
+    """How records are read, as `open_input` takes it. `id_column` None is `input.id: auto`."""
 
     id_column: str | None = None
     unicode: str = "error"
@@ -48,6 +50,7 @@ class ReadOptions:
     strict_json: bool = False
     max_record_bytes: int = MAX_RECORD_BYTES
     where: str | None = None
+    schema: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.unicode not in {"error", "replace"}:
@@ -66,6 +69,7 @@ def open_input(
     strict_json: bool = False,
     max_record_bytes: int = MAX_RECORD_BYTES,
     where: str | None = None,
+    schema: Mapping[str, str] | None = None,
 ) -> InputSet:
     """Opens the input of a job: checks every file's kind, Parquet footers and schemas, and CSV headers.
 
@@ -79,12 +83,13 @@ def open_input(
         strict_json: duplicate keys, NaN and control characters are error rows instead of notes.
         max_record_bytes: a longer text record is an error row.
         where: `input.where`; None selects every row.
+        schema: `input.schema`: types of columns of JSON and CSV; a value that does not fit is an error row.
 
     Raises:
         UsageError: something that is not supported, a wrong `where`, or a column that the input lacks.
         InputError: a file is missing, unreadable, cut or corrupt.
     """
-    options = ReadOptions(id_column, unicode, on_truncated, strict_json, max_record_bytes, where)
+    options = ReadOptions(id_column, unicode, on_truncated, strict_json, max_record_bytes, where, schema)
     files = find_files(paths, format)
     if id_column is None and files[0].format == "openai_batch":
         options = replace(options, id_column=ID_COLUMN)
@@ -106,6 +111,7 @@ class InputSet:
         self.notes: list[str] = []
         self._identity = RowIdentity(options.id_column)
         self._where: Where | None = None
+        self._declared: tuple[DeclaredColumn, ...] = ()
         self._parked: list[_Reader] = []
         self._schema: pa.Schema | None = None
         self._columns: tuple[str, ...] | None = None
@@ -119,6 +125,7 @@ class InputSet:
         if self.format == "openai_batch":
             check_endpoint(self)
         self._check_id_column()
+        self._declared = self._declared_columns()
         self._where = None if options.where is None else Where(options.where)
         if self._where is not None:
             self._where.require_columns(self.columns())
@@ -139,6 +146,7 @@ class InputSet:
             names: dict[str, None] = {}
             for row in self.window():
                 names.update(dict.fromkeys(row.values))
+            names.update(dict.fromkeys(self.options.schema or ()))
             self._columns = tuple(names)
         return self._columns
 
@@ -180,6 +188,8 @@ class InputSet:
             try:
                 reader.seek(position)
                 while (row := reader.read()) is not None:
+                    if self._declared:
+                        apply_schema(self._declared, row, from_text=self.format == "csv")
                     if self._where is not None:
                         self._where.apply(row)
                     yield row
@@ -250,6 +260,20 @@ class InputSet:
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
+
+    def _declared_columns(self) -> tuple[DeclaredColumn, ...]:
+        schema = self.options.schema or {}
+        if schema and self._schema is not None:
+            raise UsageError(
+                f"input.schema: {self.files[0].path} is {self.format}, which has types of its own; remove it"
+            )
+        if self.format == "csv":
+            for name in schema:
+                if name not in self.columns():
+                    near = difflib.get_close_matches(name, self.columns(), n=1)
+                    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(self.columns())}"
+                    raise UsageError(f"input.schema: {self.files[0].path} has no column {name!r}; {hint}")
+        return tuple(declared_column(name, type_) for name, type_ in schema.items())
 
     def _check_id_column(self) -> None:
         name = self._identity.column

@@ -160,7 +160,7 @@ def reread(inputs: InputSet, index: InputIndex, parts: Container[int], *, exact:
 
 def _split_input(part: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """How rows are read, and what of the input the output shows: which rows, and which of their columns."""
-    shown = ("id", "columns", "where")
+    shown = ("id", "columns", "where", "schema")
     reading = {key: value for key, value in part.items() if key not in ("files", *shown)}
     return {"input": reading}, {"input": {key: part.get(key) for key in shown}}
 

@@ -74,6 +74,7 @@ def fingerprint(spec: JobSpec, files: ModelFiles, input_files: Mapping[str, Any]
             "unicode": job["input"]["unicode"],
             "strict_json": job["input"]["strict_json"] or None,
             "where": job["input"]["where"],
+            "schema": job["input"]["schema"],
         },
         result={
             "format": FORMAT,

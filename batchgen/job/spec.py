@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from batchgen.data.declared_types import EXAMPLES, read_type
 from batchgen.data.urls import is_url
 from batchgen.job.faults import KeyPath, Origin
 from batchgen.job.gates import Gate
@@ -115,6 +117,11 @@ def _renames(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+def _type(value: Any) -> str:
+    """A type in the spelling that the fingerprint and the readers know."""
+    return str(read_type(value))
+
+
 def _row_range(value: str) -> str:
     return Selection.of(value, None).rows
 
@@ -160,6 +167,10 @@ class ModelSpec(Section):
     generation_defaults: Annotated[Literal["model", "none"], Rule("model or none")] = "model"
 
 
+# Our key has the name of a method that pydantic's models once had, and nothing here calls.
+warnings.filterwarnings("ignore", 'Field name "schema" in "InputSpec" shadows')
+
+
 class InputSpec(Section):
     """Where the rows come from and what makes one bad."""
 
@@ -180,6 +191,10 @@ class InputSpec(Section):
     columns: Annotated[
         Annotated[Texts, AfterValidator(_distinct)] | None, Rule("null or a list of distinct column names")
     ] = None
+    schema: Annotated[
+        dict[Text, Annotated[str, BeforeValidator(_type, json_schema_input_type=Any)]] | None,
+        Rule(f"null or a map from columns to types such as {EXAMPLES}"),
+    ] = None  # type: ignore[assignment]
     where: Annotated[
         Text | None, Rule("null or a condition on columns such as lang = 'de' and score > 0.5")
     ] = None

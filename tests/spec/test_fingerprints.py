@@ -65,6 +65,7 @@ def test_the_same_job_has_the_same_digests(model: Path, job_file: Write) -> None
         ("model.max_model_len=4096", "  model.max_model_len\n    - 2048\n    + 4096"),
         ("output.format=jsonl", "  output.format\n    - 'parquet'\n    + 'jsonl'"),
         ("input.where=n > 1", "  input.where\n    - null\n    + 'n > 1'"),
+        ("input.schema={a: double}", "  input.schema.a\n    - null\n    + 'float64'"),
         ("input.id=key", "  input.id\n    - 'auto'\n    + 'key'"),
     ],
 )
