@@ -274,6 +274,6 @@ def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-@pytest.mark.parametrize(("value", "top"), [(0, 1), (0.3, 0.5), (1, 1), (2.1, 2.5), (6, 10), (101, 200)])
+@pytest.mark.parametrize(("value", "top"), [(0, 1), (0.3, 0.3), (1, 1), (2.1, 3), (9, 10), (101, 120)])
 def test_axes_end_at_round_numbers(value: float, top: float) -> None:
     assert nice_ceiling(value) == pytest.approx(top)

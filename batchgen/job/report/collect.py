@@ -57,7 +57,7 @@ def collect_report(root: Path, still_time: Callable[[], None] = lambda: None) ->
         "format": FORMAT,
         "batchgen": batchgen.__version__,
         "written": now_text(),
-        "folder": str(root),
+        "folder": str(root.absolute()),
         "job_id": manifest.job_id,
         "name": _name(folder),
         "verdict": _verdict(status),

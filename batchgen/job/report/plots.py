@@ -67,11 +67,11 @@ def duration(seconds: float) -> str:
 
 
 def nice_ceiling(value: float) -> float:
-    """The next of 1, 2, 2.5, 5, 10 times a power of ten: an axis ends there, and its half is round too."""
+    """Where an axis ends that must hold `value`: a round number whose half is round too."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
-    return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= value * (1 - 1e-9))
+    return next(step * power for step in (1, 1.2, 1.6, 2, 3, 4, 5, 6, 8, 10) if step * power >= value * (1 - 1e-9))
 
 
 def line_plot(
