@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,11 @@ if TYPE_CHECKING:
     from batchgen.data.source import InputSet
     from batchgen.job.fingerprints import Fingerprints
     from batchgen.job.plan_folder import FolderOutlook
+    from batchgen.job.plan_rows import Everything, Sample
+    from batchgen.job.plan_tokens import TokenCounter
+    from batchgen.job.selection import Selection
     from batchgen.job.spec import JobSpec
+    from batchgen.text.prompt import PromptRenderer
 
 READ = 100_000
 SAMPLE = 2_000
@@ -56,7 +59,7 @@ def command(job: Path, full: bool, sample: int, sets: tuple[str, ...], as_json: 
         with report.check("output", "path"):
             checks.check_output_writable(spec)
         plan = _plan(spec, found, report, None if full else sample)
-    _judge(plan, report)
+    _judge(spec, plan, report)
     plan |= {
         "faults": [report.sentence(fault) for fault in report.faults],
         "notes": [*spec.notes, *report.notes],
@@ -69,12 +72,12 @@ def command(job: Path, full: bool, sample: int, sets: tuple[str, ...], as_json: 
     return report.exit_code
 
 
-def _judge(plan: Mapping[str, Any], report: Report) -> None:
+def _judge(spec: JobSpec, plan: Mapping[str, Any], report: Report) -> None:
     """What would stop `run` besides what the checks have found."""
     from batchgen.types import DriftError, UsageError
 
     ids = plan["duplicates"]["ids"]
-    if ids["rows"] and not report.faults:
+    if ids["rows"] and spec.input.duplicate_ids == "error" and not report.faults:
         example = ids["examples"][0]
         report.faults.append(
             UsageError(
@@ -89,8 +92,8 @@ def _judge(plan: Mapping[str, Any], report: Report) -> None:
 def _plan(spec: JobSpec, found: Prepared, report: Report, sample: int | None) -> dict[str, Any]:
     from batchgen.cli import checks
     from batchgen.job.plan import Outlook, make_plan
-    from batchgen.job.plan_rows import Everything, Sample, scan_rows
-    from batchgen.job.plan_tokens import TokenCounter
+    from batchgen.job.plan_rows import scan_rows
+    from batchgen.job.selection import Selection
     from batchgen.text.prompt import PromptRenderer
 
     assert found.inputs is not None
@@ -104,27 +107,25 @@ def _plan(spec: JobSpec, found: Prepared, report: Report, sample: int | None) ->
         report.raise_faults()
     folder = _folder(spec, found, report)
     longest = _max_model_len(spec, found, folder)
-    renderer = PromptRenderer(found.prompt, tokenizer)
-    cut = spec.prompt.overflow.startswith("truncate")
-    counter = TokenCounter(renderer, spec.sampling.max_tokens, longest, cut=cut)
-    sampler = Everything(counter.take) if sample is None else Sample(sample, counter.take)
+    counter, sampler = _tokenizing(spec, PromptRenderer(found.prompt, tokenizer), longest, sample)
     columns = sorted(found.prompt.required_columns())
-    last = _Last()
-    rows = last.watch(_selected(spec, found.inputs))
-    scan = scan_rows(rows, columns, None if sample is None else READ, sampler)
-    known = found.inputs.num_rows()
-    if known is None and folder is not None:
-        known = folder.rows_input
+    selection = Selection.of(spec.input.rows, spec.input.limit)
+    reading = _Reading(found.inputs, selection)
+    scan = scan_rows(reading.rows(), columns, None if sample is None else READ, sampler)
+    end = found.inputs.num_rows()
+    if end is None and folder is not None:
+        end = folder.rows_input
+    # How many rows an expression lets through is not known before they are read.
+    known = None if spec.input.where is not None else selection.most_rows(end)
     existing = next(path for path in (spec.output_folder, *spec.output_folder.parents) if path.exists())
     return make_plan(
         Outlook(
             scan=scan,
             tokens=counter.scan,
             full=sample is None,
-            rows_known=_limited(spec, known),
-            rows_guessed=_limited(spec, _guess(found.inputs, last.row)),
+            rows_known=known if end is not None else None,
+            rows_guessed=reading.guess(end),
             folder=folder,
-            max_tokens=spec.sampling.max_tokens,
             max_model_len=longest,
             overflow=spec.prompt.overflow,
             bytes_free=shutil.disk_usage(existing).free,
@@ -133,38 +134,82 @@ def _plan(spec: JobSpec, found: Prepared, report: Report, sample: int | None) ->
     )
 
 
-class _Last:
-    """Remembers the row that passed last."""
+def _tokenizing(
+    spec: JobSpec, renderer: PromptRenderer, longest: int | None, sample: int | None
+) -> tuple[TokenCounter, Everything | Sample]:
+    from batchgen.job.plan_rows import Everything, Sample
+    from batchgen.job.plan_tokens import TokenCounter
+    from batchgen.sampling.overrides import RowSampling
 
-    def __init__(self) -> None:
-        self.row: Row | None = None
-
-    def watch(self, rows: Iterable[Row]) -> Iterator[Row]:
-        for row in rows:
-            self.row = row
-            yield row
-
-
-def _selected(spec: JobSpec, inputs: InputSet) -> Iterable[Row]:
-    return islice(inputs.rows(), spec.input.limit)
+    sampling = RowSampling(spec.sampling.model_dump(), {}, renderer.spec.per_row)
+    cut = spec.prompt.overflow.startswith("truncate")
+    counter = TokenCounter(renderer, sampling.of_row, longest, cut=cut)
+    return counter, Everything(counter.take) if sample is None else Sample(sample, counter.take)
 
 
-def _limited(spec: JobSpec, rows: int | None) -> int | None:
-    return rows if rows is None or spec.input.limit is None else min(rows, spec.input.limit)
+class _Reading:
+    """The rows of a selection, and how far reading them came."""
 
+    def __init__(self, inputs: InputSet, selection: Selection) -> None:
+        self._inputs = inputs
+        self._selection = selection
+        self._last: Row | None = None
+        self._selected = 0
 
-def _guess(inputs: InputSet, last: Row | None) -> int | None:
-    """Rows of the input, from the bytes of those that were read; None where compression hides them."""
-    if last is None or any(file.compression != "none" for file in inputs.files):
-        return None
-    place = last.next_position
-    read = sum(file.size for file in inputs.files[: place.file_index]) + place.offset
-    return round(place.ordinal * sum(file.size for file in inputs.files) / read) if read else None
+    def rows(self) -> Iterator[Row]:
+        """Those that would run, in input order."""
+        selection = self._selection
+        for row in self._inputs.rows():
+            if selection.stop is not None and row.ordinal >= selection.stop:
+                return
+            self._last = row
+            if row.selected and row.ordinal >= selection.first:
+                self._selected += 1
+                yield row
+                if self._selected == selection.limit:
+                    return
+
+    def guess(self, end: int | None) -> int | None:
+        """Rows of the selection, if what follows is like what was read; None where nothing tells.
+
+        Args:
+            end: rows of the input; None where only their bytes tell.
+        """
+        if self._last is None:
+            return None
+        ordinal = self._last.ordinal + 1
+        end = self._end(ordinal) if end is None else end
+        if end is None or ordinal <= self._selection.first:
+            return None
+        share = self._selected / (ordinal - self._selection.first)
+        stop = end if self._selection.stop is None else min(end, self._selection.stop)
+        rows = round(share * max(0, stop - self._selection.first))
+        return rows if self._selection.limit is None else min(rows, self._selection.limit)
+
+    def _end(self, ordinal: int) -> int | None:
+        """Rows of the input, by the bytes of those that were read; compression hides them."""
+        assert self._last is not None
+        files = self._inputs.files
+        if any(file.compression != "none" for file in files):
+            return None
+        place = self._last.next_position
+        read = sum(file.size for file in files[: place.file_index]) + place.offset
+        return round(ordinal * sum(file.size for file in files) / read) if read else None
 
 
 def _folder(spec: JobSpec, found: Prepared, report: Report) -> FolderOutlook | None:
+    """What the output folder holds; of one in an object store, by a copy."""
     from batchgen.job.plan_folder import look_at_folder
+    from batchgen.types import UsageError
 
+    if spec.output_url is not None:
+        from batchgen.job.remote import fetched
+
+        try:
+            with fetched(spec.output_url) as copy:
+                return look_at_folder(copy, _fingerprints(spec, found, report))
+        except UsageError:
+            return None
     if not (spec.output_folder / "manifest.json").exists():
         return None
     return look_at_folder(spec.output_folder, _fingerprints(spec, found, report))

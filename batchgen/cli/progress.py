@@ -2,7 +2,7 @@
 
     bar     one line on a terminal, weighted by tokens
     plain   a line each 30 seconds, for logs
-    json    an object a line each second, notes too
+    json    an object a line each second: the fields of `Progress` and `Rates`; and {"note": sentence}
     none    only notes
 
 Everything goes to stderr, and nothing that a row or a model wrote can steer the terminal.

@@ -42,6 +42,7 @@ class Attempt:
         workers: one entry for each worker process that was started.
         devices: that it ran on at a time.
         gpu_hour: what an hour of one costs; None where the job does not say.
+        gates: `run.gates`.
     """
 
     number: int
@@ -60,6 +61,7 @@ class Attempt:
     messages: list[str] = field(default_factory=list)
     devices: int = 1
     gpu_hour: float | None = None
+    gates: dict[str, str] = field(default_factory=dict)
 
     def save(self, folder: JobFolder) -> None:
         """Replace the record. Raises StorageError."""

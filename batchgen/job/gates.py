@@ -57,6 +57,11 @@ class Gate:
             raise ValueError("not a gate")
         return cls(measure, match[1], float(match[2]), bool(match[3]))
 
+    @property
+    def condition(self) -> str:
+        """As the job file has it."""
+        return f"{self.comparison} {self.limit:g}{'%' if self.percent else ''}"
+
     def fault(self, summary: PartSummary) -> str | None:
         """Why a job does not pass; None if it does. A job without rows passes."""
         rows = summary.rows
@@ -65,8 +70,8 @@ class Gate:
         if not rows or _OPERATORS[self.comparison](value, self.limit):
             return None
         share = f" ({value:.4g}%)" if self.percent else ""
-        asked = f"{self.comparison} {self.limit:g}{'%' if self.percent else ''}"
-        return f"{self.measure} is {count:,} of {rows:,} rows{share} and run.gates asks for {asked}"
+        found = f"{self.measure} is {count:,} of {rows:,} rows{share}"
+        return f"{found} and run.gates asks for {self.condition}"
 
 
 def _count(summary: PartSummary, measure: str) -> int:

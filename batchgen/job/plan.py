@@ -36,7 +36,6 @@ class Outlook:
         rows_known: rows of the selection where files say so, or an earlier attempt does.
         rows_guessed: where only their size tells.
         folder: the output folder; None where it holds no job.
-        max_tokens: `sampling.max_tokens`.
         max_model_len: None where it is not known without the weights.
         overflow: `prompt.overflow`.
         bytes_free: on the output's disk.
@@ -49,7 +48,6 @@ class Outlook:
     rows_known: int | None
     rows_guessed: int | None
     folder: FolderOutlook | None
-    max_tokens: int
     max_model_len: int | None
     overflow: str
     bytes_free: int

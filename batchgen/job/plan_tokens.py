@@ -6,7 +6,7 @@ For `plan`, which hands in batches of rows: a sample of them, or all.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from batchgen.core.block_hash import ROOT_HASH, hash_block
 from batchgen.job.histogram import Histogram
 from batchgen.job.part_summary import ErrorGroup
 from batchgen.job.plan_rows import EXAMPLES, Prompt
-from batchgen.types import RowError
+from batchgen.types import RowError, RowFailure, SamplingParams
 
 BLOCK = 16
 MOST_BLOCKS = 1 << 20
@@ -35,7 +35,10 @@ class Renderer(Protocol):
     """`batchgen.text.prompt.PromptRenderer`."""
 
     def prepare_batch(
-        self, rows: Sequence[tuple[int, Mapping[str, Any]]], max_model_len: int
+        self,
+        rows: Sequence[tuple[int, Mapping[str, Any]]],
+        max_model_len: int,
+        sampling: Sequence[SamplingParams] | None = None,
     ) -> Sequence[Any]: ...
 
 
@@ -73,16 +76,21 @@ class TokenCounter:
 
     Args:
         renderer: of the job.
-        max_tokens: `sampling.max_tokens`.
+        sampling_of: from the columns of a row to its sampling; raises RowFailure.
         max_model_len: of the model; None where it is not known.
         cut: whether prompts that are too long are cut to fit; else they do not run.
     """
 
     def __init__(
-        self, renderer: Renderer, max_tokens: int, max_model_len: int | None, *, cut: bool = False
+        self,
+        renderer: Renderer,
+        sampling_of: Callable[[Mapping[str, Any]], SamplingParams],
+        max_model_len: int | None,
+        *,
+        cut: bool = False,
     ) -> None:
         self._renderer = renderer
-        self._max_tokens = max_tokens
+        self._sampling_of = sampling_of
         self._max_model_len = _NO_LIMIT if max_model_len is None else max_model_len
         self._cut = cut
         self._blocks: set[bytes] = set()
@@ -90,20 +98,30 @@ class TokenCounter:
 
     def take(self, batch: list[Prompt]) -> None:
         """Add rows."""
-        scan, lengths = self.scan, list[int]()
+        self.scan.rows += len(batch)
+        good: list[tuple[Prompt, SamplingParams]] = []
+        for prompt in batch:
+            try:
+                good.append((prompt, self._sampling_of(prompt[2])))
+            except RowFailure as failure:
+                self._fail(prompt, failure.error)
+        rows = [(prompt[0], prompt[2]) for prompt, _ in good]
         # Whatever the job does with prompts that are too long must not happen here: they are counted.
-        prepared = self._renderer.prepare_batch([(row, values) for row, _, values in batch], _NO_LIMIT)
-        for (row, row_id, _), result in zip(batch, prepared, strict=True):
-            scan.rows += 1
+        prepared = self._renderer.prepare_batch(rows, _NO_LIMIT, [sampling for _, sampling in good])
+        lengths = []
+        for (prompt, sampling), result in zip(good, prepared, strict=True):
             if isinstance(result, RowError):
-                group = scan.errors.setdefault(result.error_class.value, ErrorGroup())
-                group.add(row, row_id, result.message)
-                continue
-            lengths.append(len(result.token_ids))
-            self._count(row, result)
-        scan.lengths.add(lengths)
+                self._fail(prompt, result)
+            else:
+                lengths.append(len(result.token_ids))
+                self._count(prompt[0], result, sampling.max_tokens)
+        self.scan.lengths.add(lengths)
 
-    def _count(self, row: int, prepared: Prepared) -> None:
+    def _fail(self, prompt: Prompt, error: RowError) -> None:
+        group = self.scan.errors.setdefault(error.error_class.value, ErrorGroup())
+        group.add(prompt[0], prompt[1], error.message)
+
+    def _count(self, row: int, prepared: Prepared, max_tokens: int) -> None:
         scan, length = self.scan, len(prepared.token_ids)
         scan.control_rows += prepared.control_tokens > 0
         scan.control_tokens += prepared.control_tokens
@@ -116,7 +134,7 @@ class TokenCounter:
             length = self._max_model_len - 1
         scan.runnable += 1
         scan.prompt_tokens += length
-        scan.output_room += min(self._max_tokens, self._max_model_len - length)
+        scan.output_room += min(max_tokens, self._max_model_len - length)
         scan.shared_tokens += self._shared(prepared.token_ids[:length])
 
     def _shared(self, ids: list[int]) -> int:

@@ -148,7 +148,12 @@ def _run_owned(
     claims.forget_before(claim.epoch)
     if options.overwrite:
         folder.clear(lambda: claims.check(claim.epoch))
-    attempt = Attempt(claim.epoch, devices=options.workers, gpu_hour=options.gpu_hour)
+    attempt = Attempt(
+        claim.epoch,
+        devices=options.workers,
+        gpu_hour=options.gpu_hour,
+        gates={gate.measure: gate.condition for gate in options.gates},
+    )
     attempt.save(folder)
     tell = partial(_tell, attempt, say)
     running: list[Supervisor] = []

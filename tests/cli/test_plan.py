@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ from batchgen.cli.main import main
 from batchgen.job.plan_rows import Everything, Sample, scan_rows
 from batchgen.job.plan_tokens import BLOCK, TokenCounter
 from batchgen.text.prompt import PreparedRow
+from batchgen.types import SamplingParams
 
 Write = Callable[..., str]
 Captured = pytest.CaptureFixture[str]
@@ -89,6 +91,37 @@ def test_a_sample_is_scaled_and_says_so(
     assert (limited["rows"]["total"], limited["rows"]["exact"]) == (50, True)
 
 
+def test_only_selected_rows_count(
+    write_job: Write, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = "".join(json.dumps({"prompt": f"word {n}", "n": n % 4}) + "\n" for n in range(400))
+    job = write_job("", rows)
+    Path(job).write_text(
+        "model: ./model\ninput: {path: prompts.jsonl, where: n == 0, rows: '100:'}\noutput: out/\n"
+    )
+    assert plan_of(capsys, job, "--full")["rows"] == {
+        "total": 75,
+        "exact": True,
+        "read": 75,
+        "tokenized": 75,
+        "left": 75,
+    }
+    monkeypatch.setattr(verb, "READ", 40)
+    plan = plan_of(capsys, job)["rows"]
+    assert not plan["exact"]
+    assert plan["total"] == pytest.approx(75, rel=0.05)
+    first = plan_of(capsys, job, "--set", "input.where=null", "--set", "input.rows=10:30")["rows"]
+    assert (first["total"], first["exact"]) == (20, True)
+
+
+def test_a_row_with_sampling_of_its_own_is_counted_by_it(write_job: Write, capsys: Captured) -> None:
+    rows = '{"prompt": "a", "s": {"max_tokens": 2}}\n{"prompt": "b", "s": {"top_p": 7}}\n{"prompt": "c"}\n'
+    plan = plan_of(capsys, write_job("sampling: {max_tokens: 9, per_row: s}\n", rows))
+    assert plan["tokens"]["output_at_most"] == 11
+    (error,) = plan["errors"]
+    assert (error["class"], error["found"]) == ("invalid_param", 1)
+
+
 def test_parquet_rows_are_exact_without_reading_them(
     write_job: Write, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,10 +185,10 @@ PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3 * BLOCK + 
 @given(PROMPTS)
 def test_shared_beginnings_are_those_of_a_brute_force_search(prompts: list[list[int]]) -> None:
     class Ids:
-        def prepare_batch(self, rows: Any, _: int) -> list[PreparedRow]:
+        def prepare_batch(self, rows: Any, _: int, sampling: Any = None) -> list[PreparedRow]:
             return [PreparedRow(row, values["ids"]) for row, values in rows]
 
-    counter = TokenCounter(Ids(), 4, None)
+    counter = TokenCounter(Ids(), lambda _: SamplingParams(), None)
     everything = Everything(counter.take)
     for row, ids in enumerate(prompts):
         everything.add((row, "", {"ids": ids}))

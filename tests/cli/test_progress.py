@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
-from dataclasses import replace
+import os
+import struct
+import termios
+from dataclasses import fields, replace
 
 import pytest
 
-from batchgen.cli.progress import Meter, Tally, describe, make_progress
+from batchgen.cli.progress import Meter, Rates, Tally, describe, make_progress
 from batchgen.job.progress import Progress
 
 START = Progress(state="running", rows_total=100, rows_done=20, ok=20, rows_before=20)
@@ -154,3 +158,34 @@ def test_the_tally_tells_speeds_without_loading_and_the_hit_share() -> None:
         "50 rows in 1:40 after 0:10 of loading: 0.50 rows/s, 100 tokens/s in, 40 out; "
         "25% of prompt tokens came from the prefix cache"
     ]
+
+
+def test_the_bar_fits_the_terminal_also_after_it_was_resized() -> None:
+    leader, follower = os.openpty()
+    with open(leader, "rb", buffering=0) as screen, open(follower, "w") as stream:
+        drawn = []
+        resize(follower, 60)
+        progress = make_progress("auto", stream)
+        for second, columns in ((1.0, 60), (2.0, 60), (3.0, 30), (4.0, 100)):
+            resize(follower, columns)
+            progress.update(replace(LATER, seconds=second, rows_done=30 + int(second)))
+            stream.flush()
+            for frame in os.read(screen.fileno(), 65536).decode().split("\r"):
+                # What is drawn over an older, longer line ends in blanks.
+                drawn.append((len(frame.rstrip()), columns))
+        progress.close()
+    assert len(drawn) >= 4
+    assert all(width <= columns for width, columns in drawn)
+
+
+def resize(terminal: int, columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+
+def test_json_holds_every_documented_key() -> None:
+    stream = io.StringIO()
+    progress = make_progress("json", stream)
+    progress.update(LATER)
+    progress.close()
+    (line,) = stream.getvalue().splitlines()
+    assert set(json.loads(line)) == {field.name for kind in (Progress, Rates) for field in fields(kind)}

@@ -16,6 +16,7 @@ from job_inputs import write_jsonl
 
 from batchgen.job.attempts import Attempt
 from batchgen.job.folder import JobFolder
+from batchgen.job.gates import Gate
 from batchgen.job.report.collect import collect_report
 from batchgen.job.report.compare import compare
 from batchgen.job.report.course import MOST_STRETCHES, Course
@@ -57,7 +58,8 @@ def words(element: Any) -> str:
 
 
 def test_a_run_leaves_a_report_of_a_complete_job(tmp_path: Path) -> None:
-    settings = job(tmp_path, options={"gpu_hour": 3600.0})
+    gates = (Gate.parse("error", "<= 10%"), Gate.parse("error.timeout", "== 0"))
+    settings = job(tmp_path, options={"gpu_hour": 3600.0, "gates": gates})
     run_here(settings)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["verdict"] == {
@@ -75,6 +77,10 @@ def test_a_run_leaves_a_report_of_a_complete_job(tmp_path: Path) -> None:
     assert all(slow["id"].startswith("in.jsonl:") for slow in report["slowest_rows"])
     (error,) = report["errors"]
     assert (error["class"], error["count"]) == ("invalid_json", 3)
+    assert [(gate["measure"], gate["condition"], gate["passed"]) for gate in report["gates"]] == [
+        ("error", "<= 10%", True),
+        ("error.timeout", "== 0", True),
+    ]
     assert [example["row"] for example in error["examples"]] == [16, 33, 50]
     assert report["cost"]["total"] == pytest.approx(report["work"]["gpu_hours"] * 3600)
     assert report["work"]["output_tokens"] > report["work"]["rows"]

@@ -16,6 +16,7 @@ import batchgen
 from batchgen.job.attempts import Attempt, read_attempts
 from batchgen.job.changes import now_text
 from batchgen.job.folder import JobFolder
+from batchgen.job.gates import Gate
 from batchgen.job.histogram import Histogram
 from batchgen.job.manifest import Manifest, require_manifest
 from batchgen.job.part_summary import PartSummary
@@ -51,7 +52,8 @@ def collect_report(root: Path, still_time: Callable[[], None] = lambda: None) ->
     log = read_row_log(folder, damaged, still_time)
     describe_slowest(folder, manifest, parts, log.slowest)
     course = Course()
-    attempts = [_attempt(folder, attempt, course, damaged) for attempt in read_attempts(folder)]
+    recorded = list(read_attempts(folder))
+    attempts = [_attempt(folder, attempt, course, damaged) for attempt in recorded]
     totals = _totals(attempts)
     return {
         "format": FORMAT,
@@ -69,6 +71,7 @@ def collect_report(root: Path, still_time: Callable[[], None] = lambda: None) ->
             "skipped": status.skipped,
             "in_parts": status.rows_in_parts,
         },
+        "gates": _gates(recorded[-1].gates if recorded else {}, summary),
         "work": totals,
         "cost": _cost(attempts, status.rows_done, totals["output_tokens"]),
         "tokens_lost": status.tokens_lost,
@@ -117,6 +120,18 @@ def _verdict(status: JobStatus) -> dict[str, Any]:
         "reason": sentences.get(status.state, reason),
         "good": status.state == "complete" and code == 0,
     }
+
+
+def _gates(gates: Mapping[str, str], summary: PartSummary) -> list[dict[str, Any]]:
+    """What `run.gates` asked for at the last attempt, and whether it holds now."""
+    found = []
+    for measure, condition in gates.items():
+        try:
+            fault = Gate.parse(measure, condition).fault(summary)
+        except ValueError:
+            continue
+        found.append({"measure": measure, "condition": condition, "passed": fault is None, "fault": fault})
+    return found
 
 
 def _attempt(folder: JobFolder, attempt: Attempt, course: Course, damaged: list[str]) -> dict[str, Any]:

@@ -71,7 +71,9 @@ def nice_ceiling(value: float) -> float:
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
-    return next(step * power for step in (1, 1.2, 1.6, 2, 3, 4, 5, 6, 8, 10) if step * power >= value * (1 - 1e-9))
+    return next(
+        step * power for step in (1, 1.2, 1.6, 2, 3, 4, 5, 6, 8, 10) if step * power >= value * (1 - 1e-9)
+    )
 
 
 def line_plot(
