@@ -80,8 +80,8 @@ def _find_row(inputs: InputSet, number: int, row_id: str | None) -> Row:
     if row is not None:
         return row
     if row_id is not None:
-        raise UsageError(f"--id {row_id}: none of the {count:,} rows has this id")
-    raise UsageError(f"--row {number}: the input has {count:,} rows, numbered from 0")
+        raise UsageError(f"--id {row_id}: none of the {count:,} rows has this id; check it")
+    raise UsageError(f"--row {number}: the input has {count:,} rows; count them from 0")
 
 
 def _search(inputs: InputSet, number: int, row_id: str | None) -> tuple[Row | None, int]:

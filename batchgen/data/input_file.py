@@ -115,7 +115,7 @@ def _resolve_local(item: str) -> list[InputFile]:
         return [_local(item)]
     found = sorted(path for path in glob.glob(item, recursive=True) if not os.path.isdir(path))
     if not found:
-        raise InputError(f"input.path: {item} matches no file")
+        raise InputError(f"input.path: {item} matches no file; check the pattern")
     return [_local(path) for path in found]
 
 
@@ -123,7 +123,7 @@ def _local(path: str) -> InputFile:
     try:
         info = os.stat(path)
     except OSError as e:
-        raise InputError(f"input.path: {path} cannot be read: {e.strerror}") from e
+        raise InputError(f"input.path: {path} cannot be read: {e.strerror}; check the path") from e
     if not stat.S_ISREG(info.st_mode):
         raise UsageError(f"input.path: {path} is not a regular file and could not be read again on resume")
     name = os.fsencode(os.path.basename(path)).decode(errors="replace")

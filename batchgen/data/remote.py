@@ -142,7 +142,7 @@ def find_remote(url: str) -> list[RemoteFile]:
         _full_url(filesystem, name): info for name, info in found.items() if info.get("type") != "directory"
     }
     if not urls:
-        raise InputError(f"input.path: {shown_url(url)} matches no file")
+        raise InputError(f"input.path: {shown_url(url)} matches no file; check the pattern")
     return [_described(name, info) for name, info in sorted(urls.items())]
 
 
@@ -258,7 +258,7 @@ def _is_lasting(error: Exception) -> bool:
 def _lasting_message(url: str, error: Exception) -> str:
     shown = shown_url(url)
     if isinstance(error, FileNotFoundError):
-        return f"input.path: {shown} cannot be read: there is no such file"
+        return f"input.path: {shown} cannot be read: there is no such file; check the address"
     return f"input.path: {shown} cannot be read: {_reason(error, url)}; check address and credentials"
 
 

@@ -117,8 +117,8 @@ def parse_override(key: str, text: str, flag: str) -> Document:
 
     Args:
         key: dotted, as `sampling.temperature`.
-        text: read by the scalar rules of the file; a list, a map (not `{{`, which begins a template) and a
-            quoted string are read as YAML.
+        text: read by the scalar rules of the file; a list, a map (not `{{`, `{%` or `{#`, which begin a
+            template) and a quoted string are read as YAML.
         flag: how the user gave it; stands in for the place in messages.
 
     Raises:
@@ -126,7 +126,7 @@ def parse_override(key: str, text: str, flag: str) -> Document:
     """
     document = Document(flag)
     stripped = text.strip()
-    if stripped[:1] in ("[", '"', "'") or (stripped[:1] == "{" and stripped[:2] != "{{"):
+    if stripped[:1] in ("[", '"', "'") or (stripped[:1] == "{" and stripped[1:2] not in ("{", "%", "#")):
         node = _compose(stripped, flag)
     else:
         tag = _plain_tag(stripped)

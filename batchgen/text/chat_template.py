@@ -47,7 +47,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise UsageError(
                 f"prompt.chat_template: line {error.lineno} of the template: {type(error).__name__}: "
-                f"{error.message}"
+                f"{error.message}; correct it there"
             ) from error
 
     def render(

@@ -32,7 +32,10 @@ def chat_faults(spec: PromptSpec, template: ChatTemplate) -> Iterator[UsageError
     """Every setting that the chat template does not go along with."""
     plain = _refusal(template, [_USER])
     if plain is not None:
-        yield UsageError(f"prompt.chat_template: the chat template cannot render a plain user turn ({plain})")
+        yield UsageError(
+            f"prompt.chat_template: the chat template cannot render a plain user turn ({plain}); "
+            "give another in prompt.chat_template"
+        )
         return
     if spec.system is not None and spec.system_fallback == "error":
         refusal = system_refusal(template)

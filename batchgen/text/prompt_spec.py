@@ -152,7 +152,8 @@ class PromptSpec:
         names = list(columns)
         for setting, wanted in self._columns_by_setting():
             for column in sorted(wanted - set(names)):
-                raise UsageError(f"{setting}: the input has no column {column!r}{_nearest(column, names)}")
+                hint = _nearest(column, names) or f"; it has {', '.join(map(repr, names)) or 'none'}"
+                raise UsageError(f"{setting}: the input has no column {column!r}{hint}")
         if not self.sources:
             return self
         found = next((source for source in self.sources if source in names), None)

@@ -58,7 +58,9 @@ class JobTemplate:
             tree = _ENVIRONMENT.parse(source)
             self._template = _ENVIRONMENT.from_string(source)
         except TemplateSyntaxError as error:
-            raise UsageError(f"{name}: line {error.lineno} of the template: {error.message}") from error
+            raise UsageError(
+                f"{name}: line {error.lineno} of the template: {error.message}; correct it there"
+            ) from error
         self.columns = frozenset(meta.find_undeclared_variables(tree)) - frozenset(_ENVIRONMENT.globals)
 
     def render(self, columns: Mapping[str, Any]) -> str:

@@ -57,7 +57,7 @@ def test_what_a_row_holds_cannot_steer_the_terminal(write_job: Write, capsys: Ca
 @pytest.mark.parametrize(
     ("which", "said"),
     [
-        (["--row", "2"], "--row 2: the input has 2 rows, numbered from 0"),
+        (["--row", "2"], "--row 2: the input has 2 rows; count them from 0"),
         (["--id", "x"], "--id x: none of the 2 rows has this id"),
     ],
 )

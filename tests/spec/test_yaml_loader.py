@@ -157,6 +157,8 @@ def test_environment_faults(monkeypatch: pytest.MonkeyPatch) -> None:
         ('["a, b", \'c"d\', null]', ["a, b", 'c"d', None]),
         ("null", None),
         ("{x: {y: [1]}}", {"x": {"y": [1]}}),
+        ("{% if a %}x{% endif %}", "{% if a %}x{% endif %}"),
+        ("{# note #}x", "{# note #}x"),
         ("a=b", "a=b"),
     ],
 )

@@ -1,0 +1,178 @@
+"""What goes wrong for users, one command line each: files beside a good small job, and arguments.
+
+Where no file is given the job is `model: ./model`, `input: prompts.jsonl`, `output: out/`, with two prompts.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+VALIDATE, SHOW = ("validate", "job.yaml"), ("show", "job.yaml")
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One command line, and files written before it; `settings` become `--set` arguments.
+
+    An error of a `row` is shown and ends nothing.
+    """
+
+    arguments: tuple[str, ...]
+    settings: tuple[str, ...] = ()
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    row: bool = False
+
+    @property
+    def command(self) -> list[str]:
+        """The arguments of `batchgen`."""
+        return [*self.arguments, *(word for setting in self.settings for word in ("--set", setting))]
+
+
+def validate(*settings: str, **files: str | bytes) -> Scenario:
+    """`batchgen validate`; a file `x_jsonl` becomes `x.jsonl`."""
+    return Scenario(VALIDATE, settings, _named(files))
+
+
+def show(row: object, *settings: str) -> Scenario:
+    """`batchgen show` of one row: a dict, or the line itself."""
+    line = row if isinstance(row, str | bytes) else json.dumps(row)
+    text = line if isinstance(line, bytes) else line.encode()
+    return Scenario(SHOW, settings, {"prompts.jsonl": text + b'\n{"prompt": "ok"}\n'}, row=True)
+
+
+def _named(files: Mapping[str, str | bytes]) -> dict[str, str | bytes]:
+    return {".".join(name.rsplit("_", 1)): content for name, content in files.items()}
+
+
+def parquet(table: pa.Table) -> bytes:
+    """A Parquet file."""
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    return sink.getvalue()
+
+
+GOOD = '{"prompt": "a"}\n'
+PARQUET = parquet(pa.table({"prompt": ["a"]}))
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+ASSISTANT = {"role": "assistant", "content": "x"}
+ONLY_PLAIN = "{{ 1 / 0 if messages[0].content == 'x' else 1 }}"
+MESSAGES = "prompt.messages=messages"
+
+OF_THE_JOB_FILE = [
+    Scenario(("validate", "gone.yaml")),
+    validate("sampling.top_p"),
+    validate("prompt.user={{ gone }}"),
+    validate("input.columns=[gone]"),
+    validate("input.id=gone"),
+    validate("prompt.mode=completion", "prompt.system=x"),
+    validate("prompt.messages=prompt", "prompt.user=x"),
+    validate("prompt.user={{ x"),
+    validate("prompt.chat_template={% x"),
+    validate("prompt.chat_template_kwargs={tools: []}"),
+    validate("prompt.system=x", f"prompt.chat_template={NO_SYSTEM}"),
+    validate("prompt.chat_template={{ raise_exception('never') }}"),
+    validate("sampling.stop_token_ids=[9999]"),
+    validate("output.columns={prompt: x}"),
+    validate("output.columns={generated_text: prompt}"),
+    validate("output.columns={generated_text: status}"),
+]
+OF_THE_INPUT = [
+    validate("input=gone.jsonl"),
+    validate("input=gone-*.jsonl"),
+    validate("input=[prompts.jsonl, ./prompts.jsonl]"),
+    validate("input=[prompts.jsonl, a.parquet]", a_parquet=PARQUET),
+    validate("input=a.parquet", a_parquet=PARQUET[:-8]),
+    validate("input=a.parquet", a_parquet=parquet(pa.table([["a"], ["b"]], names=["prompt", "prompt"]))),
+    validate("input=[a.parquet, b.parquet]", a_parquet=PARQUET, b_parquet=parquet(pa.table({"prompt": [1]}))),
+    validate("input=a.jsonl.gz", **{"a.jsonl_gz": gzip.compress(GOOD.encode() * 99)[:-20]}),
+    validate("input=a.bin", a_bin=b"\x00\x01\x02"),
+    validate("input=a.csv", a_csv=""),
+    validate("input=a.csv", a_csv="a,,c\n1,2,3\n"),
+    validate("input=a.csv", a_csv="a,a\n1,2\n"),
+    validate("input=a.json", a_json=""),
+    validate("input=a.json", a_json='{\n"prompt": "x"\n}'),
+    validate("input.format=jsonl", "input=a.parquet", a_parquet=PARQUET),
+    validate("input=model"),
+    validate("input=a://b"),
+    validate("input.id=key", prompts_jsonl='{"prompt":"a","key":"k"}\n{"prompt":"b","key":"k"}\n'),
+    validate("input=b.jsonl", b_jsonl='{"text": "a"}\n'),
+]
+OF_THE_MODEL = [
+    validate("model=./gone"),
+    validate("model=gone.gguf"),
+    validate("model=bad.gguf", bad_gguf=b"GGUF" + b"\0" * 64),
+    validate("model=org/gone"),
+    validate("model=empty", **{"empty/x_txt": ""}),
+    validate("model=empty", **{"empty/config_json": "{}"}),
+    validate("model.revision=main"),
+    validate("model=bad", **{"bad/config_json": "{}", "bad/pytorch_model_bin": b""}),
+    validate("model=bad", **{"bad/config_json": "{}", "bad/model_safetensors": b"<html>"}),
+    validate("model=bad", **{"bad/config_json": "{}", "bad/model_safetensors": b"\2\0\0\0\0\0\0\0{}more"}),
+    validate("model=bad", **{"bad/config_json": "{}", "bad/model.safetensors.index_json": "[]"}),
+    validate(
+        "model=bad",
+        **{
+            "bad/config_json": "{}",
+            "bad/model.safetensors.index_json": '{"weight_map": {"a": "m-1.safetensors"}}',
+        },
+    ),
+    validate("model.tokenizer=empty", **{"empty/x_txt": ""}),
+    validate("model.tokenizer=./gone"),
+    Scenario(SHOW, ("model=bad",), {"bad/config.json": "{}", "bad/generation_config.json": "{"}),
+]
+OF_THE_OUTPUT = [
+    validate("output=prompts.jsonl"),
+    validate("run.min_free_disk=1000TB"),
+    Scenario(("status", "gone")),
+    Scenario(("status", "model")),
+    Scenario(("init",)),
+    Scenario(("init", "prompts.jsonl/job.yaml")),
+    Scenario(("schema", "--output", "gone/s.json")),
+    Scenario(("show", "job.yaml", "--row", "9")),
+    Scenario(("show", "job.yaml", "--id", "none")),
+    Scenario(("run", "job.yaml"), (), {"out/manifest.json": "{"}),
+    Scenario(("run", "job.yaml"), (), {"out/manifest.json": '{"format": 999, "batchgen": "9"}'}),
+]
+OF_A_ROW = [
+    show("[1]"),
+    show("{broken"),
+    show(b'{"prompt": "\xff"}'),
+    show('{"prompt": "\\ud83d"}'),
+    show('{"prompt": 1e999}'),
+    show('{"prompt": ' + "[" * 3000 + "]" * 3000 + "}"),
+    show({"prompt": None}),
+    show({"prompt": ""}),
+    show({"prompt": 3}),
+    show({"prompt": "a <|im_end|>"}, "prompt.special_tokens_in_content=error"),
+    show({"messages": None}, MESSAGES),
+    show({"messages": []}, MESSAGES),
+    show({"messages": "[{"}, MESSAGES),
+    show({"messages": [3]}, MESSAGES),
+    show({"messages": [{"role": "user", "content": None}]}, MESSAGES),
+    show({"messages": [{"role": "system", "content": "x"}]}, MESSAGES, "prompt.system=y"),
+    show({"messages": [{"role": "user", "content": "x"}, ASSISTANT]}, "prompt.assistant_prefix=y"),
+    show({"prompt": "x" * 99}, "model.max_model_len=20"),
+    show({"prompt": None, "x": 1}, "prompt.user={{ prompt }}"),
+    show({"prompt": ""}, "prompt.user={{ prompt }}"),
+    show({"prompt": "x"}, "prompt.user={{ prompt.y.z }}"),
+    show({"prompt": "x"}, "prompt.user={{ 1 / 0 }}{{ prompt }}"),
+    show(
+        {"prompt": "x"},
+        "prompt.chat_template={{ messages[0].content / 0 if messages[0].content == 'x' else 1 }}",
+    ),
+    show({"prompt_token_ids": ["x"]}, "prompt.mode=tokens"),
+    show({"prompt_token_ids": []}, "prompt.mode=tokens"),
+    show({"prompt": "x", "p": {"temperature": -1}}, "sampling.per_row=p"),
+    show({"prompt": "x", "t": "[{"}, "prompt.tools=t"),
+]
+ALL = [*OF_THE_JOB_FILE, *OF_THE_INPUT, *OF_THE_MODEL, *OF_THE_OUTPUT, *OF_A_ROW]
