@@ -31,6 +31,7 @@ def command(folder: Path, other: Path | None, as_json: bool) -> int:
     from batchgen.job.report.compare import compare
     from batchgen.job.report.page import outputs_line, verdict_line
     from batchgen.job.report.write import report_json, write_report
+    from batchgen.types import StorageError
 
     if not as_json:
         needs_local("its run has put report.html there; add --json for a new report on standard output")
@@ -40,7 +41,10 @@ def command(folder: Path, other: Path | None, as_json: bool) -> int:
     if as_json:
         click.echo(report_json(report), nl=False)
         return 0
-    page = write_report(folder, report, "report" if other is None else "compare")
+    try:
+        page = write_report(folder, report, "report" if other is None else "compare")
+    except StorageError as error:
+        raise StorageError(f"{error}; add --json to have it on standard output instead") from error
     click.echo(safe_line(verdict_line(report)))
     if other is not None:
         click.echo(safe_line(outputs_line(report["compare"]["outputs"])))

@@ -13,6 +13,7 @@ from tiny_models import save_tiny_llama
 
 import batchgen
 from batchgen.cli.main import main
+from batchgen.types import StorageError
 
 Captured = pytest.CaptureFixture[str]
 JOB = (
@@ -74,6 +75,35 @@ def test_status_of_a_finished_job(job: Path, capsys: Captured) -> None:
     assert main(["status", "out", "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
     assert (status["state"], status["ok"], status["eta_seconds"]) == ("complete", 5, None)
+
+
+def test_the_report_has_what_only_an_engine_knows(job: Path, capsys: Captured) -> None:
+    report = json.loads(Path("out/report.json").read_text())
+    assert report["verdict"]["good"]
+    assert report["times"]["run_seconds"]["count"] == 5
+    assert report["times"]["run_seconds"]["max"] > 0
+    assert report["lengths"]["output_tokens"]["max"] == 4
+    assert report["work"]["prompt_tokens"] > report["work"]["output_tokens"] > 0
+    assert max(point["pool_share"] or 0 for point in report["course"]["points"]) <= 1
+    assert main(["report", "out", "--compare", "kept"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(
+        "Complete, exit code 0. 5 of 5 rows done.\nOf 5 rows that both have, 5 have the same output and 0 "
+    )
+    assert text.endswith("report: out/compare.html\n")
+    assert main(["report", "out", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == report["rows"]
+
+
+def test_a_report_that_cannot_be_put_there_goes_to_standard_output(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def refuse(path: Path, data: bytes) -> None:
+        raise StorageError(f"{path}: cannot be written")
+
+    monkeypatch.setattr("batchgen.job.report.write.atomic_write", refuse)
+    assert main(["report", "out"]) == 5
+    assert "add --json to have it on standard output" in capsys.readouterr().err
 
 
 def test_verify_finds_nothing_wrong(job: Path, capsys: Captured) -> None:
