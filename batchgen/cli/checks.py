@@ -304,9 +304,8 @@ def _try_rows(spec: JobSpec, renderer: PromptRenderer, inputs: InputSet, report:
     sampling = RowSampling(spec.sampling.model_dump(), {}, renderer.spec.per_row)
     failed: list[tuple[Row, RowError]] = []
     tried = 0
-    for row in islice(inputs.rows(), min(spec.input.limit or ROWS_TO_RENDER, ROWS_TO_RENDER)):
-        if row.error is not None or not row.selected:
-            continue
+    readable = (row for row in inputs.window() if row.selected and row.error is None)
+    for row in islice(readable, min(spec.input.limit or ROWS_TO_RENDER, ROWS_TO_RENDER)):
         tried += 1
         columns = prompt_values(row, renderer.required_columns())
         try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from batchgen.data.id_decisions import recorded_decisions
 from batchgen.data.record_columns import result_arrays
 from batchgen.data.results import OutputPlan
 from batchgen.data.row_result import RowResult
@@ -103,9 +104,12 @@ class FolderRows:
     def _with_input(self, part: int, payloads: Mapping[int, bytes]) -> Iterator[Record]:
         assert self._inputs is not None
         last = max(payloads)
+        decisions = recorded_decisions(self._folder.index)
         for row in self._inputs.rows(self._index.nearest_start(part)):
             if row.ordinal > last:
                 return
+            if decisions is not None:
+                decisions.apply(row)
             payload = payloads.get(row.ordinal)
             if payload is not None:
                 digest, *values = unpack_result(payload)

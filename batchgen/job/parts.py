@@ -148,7 +148,7 @@ class PartStore:
         # Listed before the records are read: a part that appears in between is not looked at.
         with storage(self._folder.data, action="read"):
             names = sorted(self._files.listdir(self._folder.data))
-        self.committed = recognise_parts(self._folder)
+        self.committed = recognise_parts(self._folder, empty=True)
         expected = {commit.file for commit in self.committed.values()}
         for name in names:
             path = self._folder.data / name
@@ -254,8 +254,16 @@ class PartStore:
         self._summaries.close()
 
 
-def recognise_parts(folder: JobFolder, damaged: list[str] | None = None) -> dict[int, PartCommit]:
-    """The committed parts by number, from the commit records and the files that are there."""
+def recognise_parts(
+    folder: JobFolder, damaged: list[str] | None = None, *, empty: bool = False
+) -> dict[int, PartCommit]:
+    """The committed parts by number, from the commit records and the files that are there.
+
+    Args:
+        folder: the output folder.
+        damaged: gets a sentence for each record that is left out.
+        empty: those too of which no row is selected, and that have no file.
+    """
     recorded: dict[int, list[PartCommit]] = {}
     for record in read_folder(folder.commits, damaged):
         commit = PartCommit.from_json(record)
@@ -263,7 +271,7 @@ def recognise_parts(folder: JobFolder, damaged: list[str] | None = None) -> dict
     found = {}
     for part, commits in recorded.items():
         match = next((c for c in reversed(commits) if c.matches(folder.data / c.file)), None)
-        if match is not None:
+        if match is not None and (empty or not match.empty):
             found[part] = match
     return found
 

@@ -115,7 +115,7 @@ def _check_same(folder: JobFolder, open_retry: Change, asked: Retry) -> None:
 def _rows_meant(job: OpenJob, condition: Condition) -> Iterator[tuple[int, int]]:
     """Parts with the number of their rows that meet the condition."""
     for part, commit in job.parts.committed.items():
-        if condition.errors_only and not commit.counts.error:
+        if commit.empty or (condition.errors_only and not commit.counts.error):
             continue
         rows = _count(job, commit, condition)
         if rows:

@@ -86,7 +86,7 @@ def verify_folder(
         _check_part(present[part], part, recorded.get(part, []), manifest, report)
     index = InputIndex(folder)
     report.notes += index.damaged
-    commits = recognise_parts(folder)
+    commits = recognise_parts(folder, empty=True)
     paths: dict[int, Path | None] = {
         **{part: None for part, commit in commits.items() if commit.empty},
         **present,

@@ -5,8 +5,9 @@ output must be, worked out the slow way.
 from __future__ import annotations
 
 import json
-import os
+import shutil
 from collections import defaultdict
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +21,7 @@ from job_inputs import data_bytes, read_output
 from thread_worker import Killed, ThreadLauncher, text_of
 
 from batchgen.data.source import open_input
+from batchgen.job.folder_rows import FolderRows
 from batchgen.job.run import run_job
 from batchgen.job.selection import Selection
 from batchgen.job.status import read_status
@@ -160,7 +162,7 @@ class SelectionMachine(RuleBasedStateMachine):
     def same_bytes_as_at_once(self) -> bool:
         root = self.out.with_name("at-once")
         if root.exists():
-            os.system(f"rm -r {root}")
+            shutil.rmtree(root)
         once = Settings(**{**vars(self.job), "output": str(root)})
         run(once)
         return data_bytes(root) == data_bytes(self.out)
@@ -177,3 +179,18 @@ SelectionMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestSelection = pytest.mark.filterwarnings("ignore")(SelectionMachine.TestCase)
+
+
+def test_a_job_with_parts_without_rows_is_retried_and_exported(tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", [{"n": i, "t": "a"} for i in range(20)])
+    job = Settings(
+        output=str(tmp_path / "out"), input=str(tmp_path / "in.jsonl"), where="n > 11", part_rows=4
+    )
+    run(job)
+    assert sorted(data_bytes(tmp_path / "out")) == ["part-000003.jsonl", "part-000004.jsonl"]
+    before = data_bytes(tmp_path / "out")
+    job.retry = {"where": "row=13", "temperature": None}
+    assert run(job) == [13]
+    assert data_bytes(tmp_path / "out") == before
+    with closing(FolderRows(tmp_path / "out")) as folder:
+        assert [row.ordinal for n in folder.numbers() for row, _ in folder.records(n)] == list(range(12, 20))
