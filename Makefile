@@ -8,7 +8,7 @@ MODEL := build/SmolLM2-135M-Instruct.Q4_1.gguf
 HUMANEVAL := build/HumanEval.jsonl.gz
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity invariance properties storm memory bench audit clean
+.PHONY: help venv demo test ci lint unit parity invariance properties fuzz storm memory bench audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,6 +58,9 @@ invariance: $(MODEL) $(HUMANEVAL) ## bits of the real model under 200 random sch
 
 properties: $(VENV)/.installed ## state machines of the core, a million steps
 	BATCHGEN_STEPS=1000000 $(BIN)/python -m pytest tests/core -k machine -s --timeout 7200
+
+fuzz: $(VENV)/.installed ## 100,000 random and damaged files through every reader
+	BATCHGEN_FUZZ=21 $(BIN)/python -m pytest tests/data -k fuzz --timeout 7200
 
 storm: $(MODEL) $(HUMANEVAL) ## 2 x 20 SIGKILLs of the demo job, greedy and sampled; goes on where it was
 	$(BIN)/python tests/e2e/storm.py

@@ -162,7 +162,7 @@ def open_job_input(spec: JobSpec) -> InputSet:
     """
     from batchgen.data.source import open_input
 
-    inputs = open_input(
+    return open_input(
         spec.input.path,
         format=spec.input.format,
         id_column=None if spec.input.id == "auto" else spec.input.id,
@@ -172,13 +172,6 @@ def open_job_input(spec: JobSpec) -> InputSet:
         where=spec.input.where,
         schema=spec.input.schema,
     )
-    if inputs.format == "openai_batch":
-        inputs.close()
-        raise UsageError(
-            f"input.path: {inputs.files[0].path} is an OpenAI batch, whose rows set their own sampling: "
-            "that is not available in this version; write the messages as JSONL"
-        )
-    return inputs
 
 
 def bind_prompt(spec: JobSpec, inputs: InputSet) -> PromptSpec:

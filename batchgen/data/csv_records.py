@@ -106,9 +106,8 @@ class CsvRecords:
     def _is_blank(self, line: Line) -> bool:
         if not line.blank or line.data is None:
             return False
-        single = len(self._header.names) == 1
-        kept = line.data.removesuffix(b"\r") if single else line.data.strip(b" \r")
-        return not kept
+        data = line.data.removesuffix(b"\r")
+        return not (data if len(self._header.names) == 1 else data.strip(b" "))
 
     def _record(self, first: Line, notes: tuple[str, ...]) -> CsvRecord:
         number = self.line + 1

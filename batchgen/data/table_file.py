@@ -28,6 +28,9 @@ _TAIL = struct.Struct("<I4s")
 _READ_BUFFER_BYTES = 1024 * 1024
 _REMOTE_BUFFER_BYTES = 4 * 1024 * 1024
 
+DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
+"""What damaged bytes make the library raise; a name that is not UTF-8 is a ValueError."""
+
 Batches = Generator[tuple[int, pa.RecordBatch]]
 """Record batches, each with the row of the file at which it begins."""
 
@@ -88,17 +91,20 @@ class ParquetTable:
     def __init__(self, file: InputFile) -> None:
         read_footer(file)
         self._path = file.path
+        source: str | SeekableFile
         try:
             if file.url is None:
-                self._parquet = pq.ParquetFile(file.path, buffer_size=_READ_BUFFER_BYTES)
+                source, buffer = file.path, _READ_BUFFER_BYTES
             else:
-                source = SeekableFile(open_raw(file), file.size)
-                self._parquet = pq.ParquetFile(source, buffer_size=_REMOTE_BUFFER_BYTES)
-        except (pa.ArrowException, OSError) as e:
+                source, buffer = SeekableFile(open_raw(file), file.size), _REMOTE_BUFFER_BYTES
+            # Pages without a checksum, which is what most writers make, are believed.
+            self._parquet = pq.ParquetFile(source, buffer_size=buffer, page_checksum_verification=True)
+            self.schema: pa.Schema = self._parquet.schema_arrow
+            _check_names(self.schema)
+        except DAMAGE as e:
             raise InputError(f"{file.path}: not readable as Parquet: {_first_line(e)}") from e
         metadata = self._parquet.metadata
         sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-        self.schema: pa.Schema = self._parquet.schema_arrow
         self.group_starts = list(accumulate(sizes, initial=0))[:-1]
         self.num_rows = sum(sizes)
 
@@ -111,11 +117,19 @@ class ParquetTable:
                 ):
                     yield start, batch.select(names)
                     start += batch.num_rows
-            except (pa.ArrowException, OSError) as e:
+                self._check_rows(group, start)
+            except DAMAGE as e:
                 raise _corrupt(self._path, f"row group {group} at or after row {start}", e) from e
 
     def close(self) -> None:
         self._parquet.close(force=True)
+
+    def _check_rows(self, group: int, end: int) -> None:
+        """A damaged footer can make columns end early, without any error of the library."""
+        rows = self._parquet.metadata.row_group(group).num_rows
+        found = end - self.group_starts[group]
+        if found != rows:
+            raise pa.ArrowInvalid(f"it has {found} rows and the footer says {rows}")
 
     def _batch_rows(self, group: int) -> int:
         metadata = self._parquet.metadata.row_group(group)
@@ -134,7 +148,8 @@ class ArrowTable:
         try:
             self._source = pa.memory_map(file.path)
             self._found, self.schema = _arrow_batches(self._source, file.size)
-        except (pa.ArrowException, OSError) as e:
+            _check_names(self.schema)
+        except DAMAGE as e:
             raise InputError(
                 f"{file.path}: not readable as Arrow, it is cut, damaged or still being written "
                 f"({_first_line(e)}); restore it from its source"
@@ -146,7 +161,8 @@ class ArrowTable:
     def batches(self, first_group: int, names: list[str]) -> Batches:
         for group in range(first_group, len(self._found)):
             batch, start = self._found[group], self.group_starts[group]
-            rows = _grid(batch.nbytes, batch.num_rows)
+            # `nbytes` would follow offsets that nobody has checked yet.
+            rows = _grid(batch.get_total_buffer_size(), batch.num_rows)
             for offset in range(0, batch.num_rows, rows):
                 piece = batch.slice(offset, rows).select(names)
                 self._check(piece, group)
@@ -159,10 +175,44 @@ class ArrowTable:
     def _check(self, batch: pa.RecordBatch, group: int) -> None:
         """Offsets that point elsewhere are damage; text that is not UTF-8 is for the reader to judge."""
         try:
-            batch.validate(full=True)
-        except pa.ArrowException as e:
-            if "UTF8" not in str(e):
-                raise _corrupt(self._path, f"record batch {group}", e) from e
+            batch.validate()
+            try:
+                batch.validate(full=True)
+            except pa.ArrowInvalid as e:
+                if "UTF8" not in str(e):
+                    raise
+                # The first fault hides all others, so the same bytes are checked again as no text at all.
+                for column in batch.columns:
+                    column.view(_as_bytes(column.type)).validate(full=True)
+        except DAMAGE as e:
+            raise _corrupt(self._path, f"record batch {group}", e) from e
+
+
+def _as_bytes(type_: pa.DataType) -> pa.DataType:
+    """The type with binary in place of text; of the same layout."""
+    if pa.types.is_string(type_):
+        return pa.binary()
+    if pa.types.is_large_string(type_):
+        return pa.large_binary()
+    if pa.types.is_string_view(type_):
+        return pa.binary_view()
+    if pa.types.is_struct(type_):
+        fields = [type_.field(i) for i in range(type_.num_fields)]
+        return pa.struct([field.with_type(_as_bytes(field.type)) for field in fields])
+    for is_list, make in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
+        if is_list(type_):
+            return make(type_.value_field.with_type(_as_bytes(type_.value_type)))
+    return type_
+
+
+def _check_names(schema: pa.Schema) -> None:
+    """Raises UnicodeDecodeError for a name that is not UTF-8, however deep."""
+    waiting = list(schema)
+    while waiting:
+        field = waiting.pop()
+        str(field.name)
+        if pa.types.is_nested(field.type):
+            waiting += [field.type.field(i) for i in range(field.type.num_fields)]
 
 
 def _arrow_batches(source: pa.MemoryMappedFile, size: int) -> tuple[list[pa.RecordBatch], pa.Schema]:

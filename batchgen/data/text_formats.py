@@ -13,9 +13,9 @@ from batchgen.data.input_file import InputFile
 from batchgen.data.json_array import JsonArrayRecords
 from batchgen.data.jsonl_records import JsonlRecords
 from batchgen.data.line_reader import LineReader
-from batchgen.data.openai_batch import unwrap
-from batchgen.data.text_reader import Decode, Record, RecordSource, TextReader
-from batchgen.types import UsageError
+from batchgen.data.openai_batch import ID_COLUMN, unwrap
+from batchgen.data.text_reader import Decode, Record, RecordSource, RefusedRecord, TextReader
+from batchgen.types import RowFailure, UsageError
 
 if TYPE_CHECKING:
     from batchgen.data.source import InputSet
@@ -112,6 +112,13 @@ def _json(format: str, replace_invalid: bool, strict: bool) -> Decode:
         return decoder.decode(record.data)
 
     def batch(record: Record) -> Decoded:
-        return unwrap(plain(record))
+        decoded = plain(record)
+        try:
+            return unwrap(decoded)
+        except RowFailure as failure:
+            custom_id = decoded.values.get(ID_COLUMN)
+            if not isinstance(custom_id, str):
+                raise
+            raise RefusedRecord(failure, custom_id) from None
 
     return batch if format == "openai_batch" else plain

@@ -62,6 +62,19 @@ class RecordSource(Protocol):
         """The next record, or None at the end. Raises TruncatedStream, InputError."""
 
 
+class RefusedRecord(RowFailure):
+    """A record that can be read and not be used; its row keeps its id.
+
+    Args:
+        failure: why.
+        row_id: of the record.
+    """
+
+    def __init__(self, failure: RowFailure, row_id: str) -> None:
+        super().__init__(failure.error.error_class, failure.error.message)
+        self.row_id = row_id
+
+
 Decode = Callable[[Record], Decoded]
 """From a record that has data to its values. Raises RowFailure, whose message names no line."""
 
@@ -149,6 +162,8 @@ class TextReader:
         except RowFailure as e:
             message = f"{row.file} line {row.line}: {e.error.message}"
             row.error = RowError(e.error.error_class, message)
+            if isinstance(e, RefusedRecord):
+                row.id = e.row_id
         return row
 
     def _fill(self, row: Row, record: Record) -> None:

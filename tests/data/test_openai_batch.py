@@ -31,11 +31,13 @@ def test_chat(tmp_path: Path) -> None:
     body = {
         "temperature": 0.5, "max_completion_tokens": 7, "stop": "x", "seed": 3, "user": "u", "n": 1,
         "metadata": {"a": "b"}, "tools": None, "stream": False, "response_format": {"type": "text"},
-        "logit_bias": {"50256": -100}, "top_p": None,
+        "logit_bias": {"50256": -100}, "top_p": None, "presence_penalty": 0,
     }  # fmt: skip
     first, second = read(tmp_path, line(**body), line("b"))
     assert first.error is None
     assert first.id == "a"
+    # A key that this version does not have, and that asks for nothing, is no override.
+    first.values["sampling"].pop("presence_penalty", None)
     assert dict(first.values) == {
         "custom_id": "a",
         "url": "/v1/chat/completions",
@@ -90,6 +92,7 @@ def test_what_would_change_the_answer_is_never_dropped(tmp_path: Path, member: s
     assert rows[0].error is not None
     assert f"in.jsonl line 1: body.{member}" in rows[0].error.message
     assert rows[0].values == {}
+    assert [row.id for row in rows] == ["a", "b"]
 
 
 def test_lines_that_are_not_requests(tmp_path: Path) -> None:
