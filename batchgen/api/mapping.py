@@ -11,7 +11,7 @@ from batchgen.api.answers import Lazily, StreamAnswers, answers
 from batchgen.api.job import Job, JobResult
 from batchgen.api.spool import ID, Spool, map_folder, new_workplace, spool_dataset, spool_stream
 from batchgen.job.run_options import needed_columns
-from batchgen.text.prompt_spec import PromptSpec
+from batchgen.text.prompt_spec import spec_from_sections
 from batchgen.types import DriftError, StoppedError, UsageError
 
 if TYPE_CHECKING:
@@ -164,7 +164,8 @@ class _Call:
                     f"map: the data set has a column {column!r} already; choose another {argument}"
                 )
         spec = Job({**self._values, "input": "input", "output": "output"}).spec
-        wanted = needed_columns(spec, PromptSpec.from_dict(spec.prompt.model_dump()).bind(names))
+        prompt = spec_from_sections(spec.prompt.model_dump(), spec.sampling.model_dump())
+        wanted = needed_columns(spec, prompt.bind(names))
         return [name for name in names if name in wanted]
 
     def _folder(self, spool: Spool) -> Path:

@@ -124,12 +124,18 @@ class Exporter:
         if format == "openai_batch":
             if columns is not None:
                 raise UsageError("--columns: the format openai_batch has its own members; leave it out")
+            if plan.get("dialogues"):
+                raise UsageError(
+                    "--format: a line of the format openai_batch holds one answer, and rows of this job have "
+                    "several; use parquet, jsonl or csv"
+                )
             return OutputPlan(format, _standard(names), NoPassthrough(), self._labels())
         for column in columns or ():
             self._require(column, [*names.values(), *self._names_seen])
         if columns is not None:
             names = {key: name for key, name in names.items() if name in columns}
-        return OutputPlan(format, names, self._passthrough(columns))
+        dialogues = plan.get("dialogues", False)
+        return OutputPlan(format, names, self._passthrough(columns), dialogues=dialogues)
 
     def _passthrough(self, columns: Sequence[str] | None) -> Passthrough:
         going = [name for name in self._names_seen if columns is None or name in columns]

@@ -40,15 +40,20 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, Any], now: datetime) -> None:
         self._source = source
-        self._variables = dict(variables)
-        clock = {"strftime_now": now.strftime}
         try:
-            self._template = _ENVIRONMENT.from_string(source, globals=clock)
+            self._template = _ENVIRONMENT.from_string(source)
         except TemplateSyntaxError as error:
             raise UsageError(
                 f"prompt.chat_template: line {error.lineno} of the template: {type(error).__name__}: "
                 f"{error.message}; correct it there"
             ) from error
+        # Jinja copies it for every rendering, and would build it from a chain of dicts each time.
+        self._template.globals = {
+            **_ENVIRONMENT.globals,
+            "strftime_now": now.strftime,
+            "documents": None,
+            **variables,
+        }
 
     def render(
         self,
@@ -74,13 +79,7 @@ class ChatTemplate:
 
     def _render(self, turns: Any, tools: Any, *, add_generation_prompt: bool) -> str:
         _ENVIRONMENT.meter.begin()
-        return self._template.render(
-            messages=turns,
-            tools=tools,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **self._variables,
-        )
+        return self._template.render(messages=turns, tools=tools, add_generation_prompt=add_generation_prompt)
 
     def _continued(self, turns: list[dict[str, Any]], tools: Any) -> str:
         begun = turns[-1]["content"]

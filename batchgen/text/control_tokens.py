@@ -40,6 +40,9 @@ class ControlTokens:
         self._beginnings = frozenset(s[:n] for s in spellings for n in range(1, len(s)))
         self._endings = frozenset(s[-n:] for s in spellings for n in range(1, len(s)))
         self._longest = max(map(len, spellings), default=0)
+        # Most texts begin and end with none of these characters, which settles it.
+        self._last_of_beginnings = frozenset(s[-1] for s in self._beginnings)
+        self._first_of_endings = frozenset(s[0] for s in self._endings)
 
     def find(self, value: Any) -> list[str]:
         """Every control token spelled in the strings of a value, nested ones included."""
@@ -53,9 +56,13 @@ class ControlTokens:
         return bool(self._pattern.search(text)) or self._opens(text) or self._closes(text)
 
     def _opens(self, text: str) -> bool:
+        if text[-1:] not in self._last_of_beginnings:
+            return False
         return any(text[-n:] in self._beginnings for n in range(1, self._longest))
 
     def _closes(self, text: str) -> bool:
+        if text[:1] not in self._first_of_endings:
+            return False
         return any(text[:n] in self._endings for n in range(1, self._longest))
 
     def marker_for(self, value: Any) -> str:

@@ -139,6 +139,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operator of a template, with its result counted."""
+        if operator == "+" and type(left) is str and type(right) is str:
+            self.meter.make(len(left) + len(right))
+            return left + right
         self.meter.make(self._operated(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
@@ -151,8 +154,6 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "*":
             many, count = (left, right) if isinstance(right, int) else (right, left)
             return self.weigh(many) * max(0, count) if isinstance(count, int) else 0
-        if isinstance(left, str) and isinstance(right, str):
-            return len(left) + len(right)
         return len(left) + len(right) if isinstance(left, Sized) and isinstance(right, Sized) else 0
 
     def _formatted(self, text: str, given: Any) -> int:
@@ -243,7 +244,7 @@ def _as_filter(node: nodes.Concat) -> nodes.Filter:
 def _counted(context: Context, iterable: Iterable[Any], static: int) -> Iterable[Any]:
     """What a loop goes over, each turn counted, with the characters that it writes in any case."""
     meter = _environment(context).meter
-    if isinstance(iterable, Sized):
+    if type(iterable) is list or isinstance(iterable, Sized):
         meter.step(len(iterable))
         meter.make(len(iterable) * static)
         return iterable

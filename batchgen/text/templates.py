@@ -57,6 +57,8 @@ class JobTemplate:
         try:
             tree = _ENVIRONMENT.parse(source)
             self._template = _ENVIRONMENT.from_string(source)
+            # Jinja copies it for every rendering, and would build it from a chain of dicts each time.
+            self._template.globals = dict(_ENVIRONMENT.globals)
         except TemplateSyntaxError as error:
             raise UsageError(
                 f"{name}: line {error.lineno} of the template: {error.message}; correct it there"

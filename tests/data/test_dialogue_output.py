@@ -1,6 +1,7 @@
 """Rows with several answers, and rows that were left out for a reason, in every format and back."""
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,8 +10,9 @@ from data_files import jsonl
 
 from batchgen.data.results import BatchLabels, OutputPlan, RowResult, plan_output
 from batchgen.data.sink import part_suffix, write_part
+from batchgen.job.export import Exporter, ExportOptions
 from batchgen.job.part_reader import read_part
-from batchgen.types import ErrorClass, RowError, Status
+from batchgen.types import ErrorClass, RowError, Status, UsageError
 
 REFUSED = RowError(ErrorClass.CONTEXT_LENGTH, "turn 2: too long: by far", Status.SKIPPED)
 RESULTS = [
@@ -63,3 +65,24 @@ def test_row_groups_end_by_the_characters_of_all_answers(tmp_path: Path) -> None
     path = tmp_path / "part-000000.parquet"
     write_part(path, zip(inputs.rows(), results, strict=True), plan, group_bytes=2000)
     assert pq.ParquetFile(path).num_row_groups == 2
+
+
+def test_export_of_several_answers(tmp_path: Path) -> None:
+    inputs = jsonl(tmp_path, *['{"x": "a"}'] * 4)
+
+    class Source:
+        plan = plan_output(inputs, format="jsonl", dialogues=True).to_json()
+
+        def numbers(self) -> list[int]:
+            return [0]
+
+        def records(self, _: int) -> Any:
+            return zip(inputs.rows(), RESULTS, strict=True)
+
+    source: Any = Source()
+    with (tmp_path / "x.parquet").open("wb") as file:
+        assert Exporter(source, ExportOptions(format="parquet")).write(file, "none") == 4
+    answers = pq.read_table(tmp_path / "x.parquet")["generated_text"].to_pylist()
+    assert answers == [r.generated_text for r in RESULTS]
+    with pytest.raises(UsageError, match="one answer, and rows of this job have several"):
+        Exporter(source, ExportOptions(format="openai_batch"))
