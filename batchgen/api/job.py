@@ -158,6 +158,8 @@ def drive(
     report = checks.Report()
     checked = checks.check_job(spec, report, rows_for_ids=ROWS_FOR_IDS, resume=not overwrite)
     with stoppable(), closing(checked) as found:
+        with report.check():
+            checks.check_output_permission(spec)
         report.raise_faults()
         setup = prepare(found)
         options = options_from_spec(spec, overwrite=overwrite, accept_drift=accept_drift, began=began)

@@ -323,18 +323,28 @@ def check_output_writable(spec: JobSpec) -> None:
     Raises:
         StorageError: no permission, or less space than `run.min_free_disk`.
     """
+    check_output_permission(spec)
     existing = _existing_part(spec.output_folder)
     if not existing.is_dir():
         return
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise StorageError(
-            f"output.path: no permission to write in {existing}; allow it or choose another output.path"
-        )
     free = shutil.disk_usage(existing).free
     if free < spec.run.min_free_disk:
         raise StorageError(
             f"output.path: {existing} has {free:,} bytes free and run.min_free_disk asks for "
             f"{spec.run.min_free_disk:,}; free some space or lower run.min_free_disk"
+        )
+
+
+def check_output_permission(spec: JobSpec) -> None:
+    """Whether the output folder can be written or made; before weights are fetched or hashed.
+
+    Raises:
+        StorageError: no permission.
+    """
+    existing = _existing_part(spec.output_folder)
+    if existing.is_dir() and not os.access(existing, os.W_OK | os.X_OK):
+        raise StorageError(
+            f"output.path: no permission to write in {existing}; allow it or choose another output.path"
         )
 
 

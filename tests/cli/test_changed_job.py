@@ -128,3 +128,13 @@ def test_files_follow_the_umask_and_names_never_come_from_data(job: str) -> None
     modes = {oct(path.stat().st_mode & 0o777) for path in Path("out").rglob("*") if path.is_file()}
     assert modes == {"0o640"}
     assert {p.name for p in Path().iterdir()} == {"job.yaml", "model", "out", "prompts.jsonl"}
+
+
+def test_no_permission_is_found_before_weights_are_read(
+    job: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S1. Weights of a hub would be fetched next."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr("batchgen.job.file_hash.hash_files", None)
+    assert run("run", job) == 5
+    assert "output.path: no permission to write in" in capsys.readouterr().err
