@@ -134,7 +134,7 @@ def test_no_permission_is_found_before_weights_are_read(
     job: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S1. Weights of a hub would be fetched next."""
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    monkeypatch.setattr("batchgen.job.file_hash.hash_files", None)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    monkeypatch.setattr("batchgen.job.fingerprints.hash_files", None)
     assert run("run", job) == 5
     assert "output.path: no permission to write in" in capsys.readouterr().err
