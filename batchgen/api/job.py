@@ -169,7 +169,18 @@ def drive(
             with serve_metrics(spec.run.metrics, spec.name or setup.output.name, shown.note) as count:
                 observers = [observe for observe in (count, on_progress) if observe is not None]
                 result = _run(setup, shown, options, observers, launch)
+            if spec.output.push_to_hub is not None:
+                _push(spec, setup, result, shown)
     return JobResult(setup.output, result)
+
+
+def _push(spec: JobSpec, setup: JobSetup, result: RunResult, display: Display) -> None:
+    """Push what is complete and within its gates."""
+    from batchgen.job.push import push_folder
+
+    assert spec.output.push_to_hub is not None
+    if result.exit_code == 0:
+        push_folder(setup.output, spec.output.push_to_hub, spec.output.format, display.note)
 
 
 def _run(

@@ -135,6 +135,11 @@ def check_job(spec: JobSpec, report: Report, *, rows_for_ids: int, resume: bool 
     if spec.sound("output.path"):
         with report.check("output", "path"):
             _check_output_is_folder(spec)
+    if spec.sound("output") and spec.output.push_to_hub is not None:
+        from batchgen.job.push import require_token
+
+        with report.check("output", "push_to_hub"):
+            require_token()
     return found
 
 

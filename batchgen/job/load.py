@@ -310,6 +310,11 @@ def _check_output(document: Document, output: OutputSpec, *, dialogues: bool) ->
             ("sampling", "turns"),
             "sampling.turns: a line of the format openai_batch holds one answer; use parquet or jsonl",
         )
+    if output.push_to_hub is not None and "://" in output.path:
+        document.fault(
+            ("output", "push_to_hub"),
+            "output.push_to_hub: parts in an object store are not pushed; use a local output.path",
+        )
     if output.format != "parquet" and output.compression == "snappy":
         document.fault(
             ("output", "compression"),

@@ -270,6 +270,38 @@ class SamplingSection(Section):
 Included = Literal["usage", "finish_reason", "prompt", "prompt_token_ids", "output_token_ids", "seed"]
 
 
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def _hub_target(value: Any) -> Any:
+    return {"repo": value} if isinstance(value, str) else value
+
+
+def _repository(value: str) -> str:
+    if not REPOSITORY.fullmatch(value) or len(value) > 96 or "--" in value or ".." in value:
+        raise ValueError("not the name of a data set")
+    return value
+
+
+def _path_in_repo(value: str) -> str:
+    parts = value.split("/")
+    if not value.isprintable() or any(part in ("", ".", "..") for part in parts):
+        raise ValueError("not a relative path without . and ..")
+    return value
+
+
+class HubTarget(Section):
+    """Where results are pushed when the job is complete: a data set of the Hugging Face hub."""
+
+    repo: Annotated[str, AfterValidator(_repository), Rule("a data set such as org/name")]
+    private: Annotated[bool, Rule("true or false")] = True
+    path_in_repo: Annotated[Text, AfterValidator(_path_in_repo), Rule("a folder such as data")] = "data"
+    revision: Annotated[Text | None, Rule("null or a branch that exists")] = None
+
+
+HUB = "null, a data set such as org/name, or a map of repo, private, path_in_repo and revision"
+
+
 class OutputSpec(Section):
     """Where results go and what is in them."""
 
@@ -295,6 +327,7 @@ class OutputSpec(Section):
         ),
     ] = ("usage", "finish_reason")
     part_rows: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"
+    push_to_hub: Annotated[HubTarget | None, BeforeValidator(_hub_target), Rule(HUB)] = None
 
 
 class RunSpec(Section):

@@ -32,7 +32,6 @@ MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("sampling", "reasoning"): (None,),
     ("output", "parse"): (False,),
     ("output", "samples"): ("list",),
-    ("output", "push_to_hub"): (None,),
     ("run", "executor"): ("local",),
     ("run", "join"): (False,),
     ("engine", "kv_cache_dtype"): ("auto",),

@@ -8,7 +8,7 @@ from tiny_models import save_tiny_llama
 
 import batchgen as bg
 from batchgen.job.progress import Progress
-from batchgen.types import InputError, UsageError
+from batchgen.types import InputError, StorageError, UsageError
 
 ROWS = 12
 BAD = 3
@@ -61,6 +61,19 @@ def test_running_again_computes_nothing(finished: tuple[bg.JobResult, list[Progr
     result = bg.Job.from_yaml(place / "job.yaml").run()
     assert "already complete" in result.reason
     assert (place / "out" / "data" / "part-000000.parquet").stat().st_mtime_ns == before
+
+
+def test_a_push_that_fails_leaves_a_complete_folder(
+    finished: tuple[bg.JobResult, list[Progress]], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = bg.Job.from_yaml(place / "job.yaml", overrides={"output.push_to_hub": "org/answers"})
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(UsageError, match="HF_TOKEN holds no token"):
+        job.run()
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with pytest.raises(StorageError, match=r"output.push_to_hub: org/answers: .* all results are in"):
+        job.run()
+    assert bg.open(place / "out").status().state == "complete"
 
 
 def test_a_dict_holds_what_a_job_file_holds(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
