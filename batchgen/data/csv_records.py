@@ -217,7 +217,8 @@ def _header(lines: LineReader, file: InputFile) -> Header:
         data = line.data
         if data is None:
             raise UsageError(
-                f"input.path: {file.path} has a first line of {line.length} bytes, no CSV header"
+                f"input.path: {file.path} has a first line of {line.length} bytes, no CSV header; "
+                "give a CSV file, or say what it is in input.format"
             )
         if number == 1 and data.startswith(BOM):
             data, bom = data.removeprefix(BOM), True
@@ -240,7 +241,9 @@ def _parse_header(lines: LineReader, file: InputFile, data: bytes, number: int, 
             raw.append(line.data)
             splitter.add(line.data)
     except MalformedRecord as e:
-        raise UsageError(f"input.path: {file.path} line {number}: the CSV header is not valid: {e}") from None
+        raise UsageError(
+            f"input.path: {file.path} line {number}: the CSV header is not valid: {e}; correct it"
+        ) from None
     names = _names(file, splitter.fields)
     return Header(names, delimiter, bom, lines.offset, number, digest(delimiter + b"\n".join(raw)))
 

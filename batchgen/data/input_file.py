@@ -125,7 +125,10 @@ def _local(path: str) -> InputFile:
     except OSError as e:
         raise InputError(f"input.path: {path} cannot be read: {e.strerror}; check the path") from e
     if not stat.S_ISREG(info.st_mode):
-        raise UsageError(f"input.path: {path} is not a regular file and could not be read again on resume")
+        raise UsageError(
+            f"input.path: {path} is not a regular file and could not be read again on resume; "
+            "copy it to a file"
+        )
     name = os.fsencode(os.path.basename(path)).decode(errors="replace")
     return InputFile(0, path, name, "", "none", info.st_size, info.st_mtime_ns)
 

@@ -102,7 +102,9 @@ def parse(text: str) -> Node:
         UsageError: shows the place with a caret, and says what is expected there.
     """
     if len(text) > MAX_LENGTH:
-        raise UsageError(f"input.where: {len(text):,} characters are more than the {MAX_LENGTH:,} allowed")
+        raise UsageError(
+            f"input.where: {len(text):,} characters are more than the {MAX_LENGTH:,} allowed; shorten it"
+        )
     parser = _Parser(text, _tokens(text))
     tree = parser.condition()
     if parser.kind != "end":

@@ -64,6 +64,7 @@ NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
     "{{ m.content }}{% endfor %}"
 )
+OWN_CODE = '{"tokenizer_class": "X", "auto_map": {"AutoTokenizer": ["c.X", null]}}'
 ASSISTANT = {"role": "assistant", "content": "x"}
 ONLY_PLAIN = "{{ 1 / 0 if messages[0].content == 'x' else 1 }}"
 MESSAGES = "prompt.messages=messages"
@@ -85,6 +86,15 @@ OF_THE_JOB_FILE = [
     validate("output.columns={prompt: x}"),
     validate("output.columns={generated_text: prompt}"),
     validate("output.columns={generated_text: status}"),
+    validate("output.columns={generated_text: prompt}", "input.columns=[prompt]"),
+    validate("output.format=openai_batch", "output.columns={status: s}"),
+    validate("prompt.mode=completion", "sampling.turns=prompt"),
+    validate("prompt.user=x", "sampling.turns=prompt"),
+    validate("prompt.tools=[3]"),
+    validate("prompt.tools=[{type: function, function: {name: f}}]"),
+    validate("input.where=prompt ="),
+    validate("input.where=" + "x" * 100_000),
+    validate("input.where=gone == 1"),
 ]
 OF_THE_INPUT = [
     validate("input=gone.jsonl"),
@@ -106,6 +116,19 @@ OF_THE_INPUT = [
     validate("input=a://b"),
     validate("input.id=key", prompts_jsonl='{"prompt":"a","key":"k"}\n{"prompt":"b","key":"k"}\n'),
     validate("input=b.jsonl", b_jsonl='{"text": "a"}\n'),
+    validate("input=a::b://c"),
+    validate("input=hf://x"),
+    validate("input=memory://gone/*.jsonl"),
+    validate("input=/dev/null"),
+    validate("input=a.arrow", a_arrow=b"ARROWx"),
+    validate("input=a.xlsx", a_xlsx=b"PK\x03\x04" + b"\0" * 40),
+    validate("input=a.json", a_json="3"),
+    validate("input=a.json", a_json='[{"prompt": "a"}] x'),
+    validate("input=a.csv", a_csv='"a\n1\n'),
+    validate("input=a.csv", a_csv=b"a\xff,b\n1,2\n"),
+    validate("input=a.csv", a_csv="x" * 2_000_000),
+    validate("input=a.parquet", a_parquet=PARQUET[:4] + b"\0" * 40 + PARQUET[-8:]),
+    validate("input=a.jsonl.gz", **{"a.jsonl_gz": b"\x1f\x8b\x08\0\0\0\0\0\0\3" + b"\xff" * 40}),
 ]
 OF_THE_MODEL = [
     validate("model=./gone"),
@@ -128,6 +151,10 @@ OF_THE_MODEL = [
     ),
     validate("model.tokenizer=empty", **{"empty/x_txt": ""}),
     validate("model.tokenizer=./gone"),
+    validate(
+        "model.tokenizer=own",
+        **{"own/tokenizer_config_json": OWN_CODE},
+    ),
     Scenario(SHOW, ("model=bad",), {"bad/config.json": "{}", "bad/generation_config.json": "{"}),
 ]
 OF_THE_OUTPUT = [
@@ -136,6 +163,12 @@ OF_THE_OUTPUT = [
     Scenario(("status", "gone")),
     Scenario(("status", "model")),
     Scenario(("init",)),
+    Scenario(("run", "job.yaml"), (), {"out/manifest.json": "[]"}),
+    Scenario(("run", "job.yaml"), (), {"out/data/part-000000.jsonl": "{}"}),
+    Scenario(("run", "job.yaml"), ("run.metrics=nowhere:x",)),
+    Scenario(("export", "gone", "--format", "csv")),
+    Scenario(("retry", "gone")),
+    Scenario(("report", "gone")),
     Scenario(("init", "prompts.jsonl/job.yaml")),
     Scenario(("schema", "--output", "gone/s.json")),
     Scenario(("show", "job.yaml", "--row", "9")),
@@ -174,5 +207,16 @@ OF_A_ROW = [
     show({"prompt_token_ids": []}, "prompt.mode=tokens"),
     show({"prompt": "x", "p": {"temperature": -1}}, "sampling.per_row=p"),
     show({"prompt": "x", "t": "[{"}, "prompt.tools=t"),
+    show({"prompt": "x", "t": [3]}, "prompt.tools=t"),
+    show({"prompt": "x", "u": None}, "sampling.turns=u", "prompt.system=x"),
+    show({"prompt": "x", "u": []}, "sampling.turns=u"),
+    show({"prompt": "x", "u": [None]}, "sampling.turns=u"),
+    show({"prompt": "x", "u": [""]}, "sampling.turns=u"),
+    show({"a": 1}),
+    show({"prompt": "x", "s": float("nan")}, "prompt.user={{ prompt }} {{ s }}"),
+    show({"messages": None, "prompt": "x"}, MESSAGES),
+    show({"prompt": "x", "w": 3}, "input.where=w"),
+    show('{"prompt": "x", "prompt": "y"}', "input.strict_json=true"),
+    show({"prompt": "{{ x"}, "prompt.user={% for i in range(9999999) %}{{ prompt }}{% endfor %}"),
 ]
 ALL = [*OF_THE_JOB_FILE, *OF_THE_INPUT, *OF_THE_MODEL, *OF_THE_OUTPUT, *OF_A_ROW]
