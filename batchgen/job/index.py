@@ -6,13 +6,15 @@ found however it was changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from batchgen.data.row import PartIndexEntry, Position
 from batchgen.job.files import OS_FILES, FileOps
 from batchgen.job.folder import JobFolder
 from batchgen.job.linelog import LineLog, log_name, read_folder
+from batchgen.job.packed_table import PackedTable
 from batchgen.types import InputError
 
 
@@ -34,25 +36,26 @@ class InputIndex:
         self.end: int | None = None
         self.rows_seen = 0
         self.damaged: list[str] = []
-        self._entries: dict[int, PartIndexEntry] = {}
-        self._starts: dict[int, Position] = {0: Position()}
+        self._parts: PackedTable[_Known] = PackedTable(_Known.to_json, _Known.from_json)
         self._log = None if epoch is None else LineLog(folder.index / log_name(epoch), files)
         for record in read_folder(folder.index, self.damaged):
             self._apply(record)
 
     def __iter__(self) -> Iterator[PartIndexEntry]:
-        return iter([self._entries[part] for part in sorted(self._entries)])
+        return (known.entry for known in self._parts.values())
 
     def get(self, part: int) -> PartIndexEntry | None:
         """The entry of a part; None while it has not been read to its end."""
-        return self._entries.get(part)
+        known = self._parts.get(part)
+        return None if known is None else known.entry
 
     def nearest_start(self, part: int) -> Position:
         """A place at or before the part from which to read on to it; the place itself where it is known."""
-        known = self._starts.get(part)
-        if known is not None:
-            return known
-        return self._starts[max(number for number in self._starts if number < part)]
+        nearest = self._parts.nearest(part)
+        if nearest is None:
+            return Position()
+        known = self._parts[nearest]
+        return known.entry.start if nearest == part else known.following
 
     def check(self, entry: PartIndexEntry, inputs_name: str) -> None:
         """Compare a new reading of a part with the first one.
@@ -60,7 +63,7 @@ class InputIndex:
         Raises:
             InputError: its content is not the same.
         """
-        known = self._entries.get(entry.part)
+        known = self.get(entry.part)
         if known is not None and known.rows == entry.rows and known.digest != entry.digest:
             raise changed_input(entry.start.ordinal, entry.rows, inputs_name)
 
@@ -71,9 +74,9 @@ class InputIndex:
             entry: of the part.
             following: where the row after its last one begins.
         """
-        known = self._entries.get(entry.part)
+        known = self.get(entry.part)
         if known is None or known.rows < entry.rows:
-            self._append({"entry": entry.to_json(), "next": following.to_json()})
+            self._append(_Known(entry, following).to_json())
 
     def record_end(self, rows: int) -> None:
         """Keep that the input ends after `rows` rows."""
@@ -97,7 +100,7 @@ class InputIndex:
             self._log.sync()
 
     def close(self) -> None:
-        """Close the log."""
+        """Close the log; what was read stays known."""
         if self._log is not None:
             self._log.close()
 
@@ -108,20 +111,33 @@ class InputIndex:
 
     def _apply(self, record: dict[str, Any]) -> None:
         if "reset" in record:
-            self.end, self._entries, self._starts = None, {}, {0: Position()}
+            self.end = None
+            self._parts.clear()
             return
         if "end" in record:
             self.end = record["end"]
             self.rows_seen = max(self.rows_seen, record["end"])
             return
-        entry = PartIndexEntry.from_json(record["entry"])
-        known = self._entries.get(entry.part)
-        if known is None or known.rows < entry.rows:
-            self._entries[entry.part] = entry
-            self._starts[entry.part] = entry.start
-            following = Position.from_json(record["next"])
-            self._starts[entry.part + 1] = following
-            self.rows_seen = max(self.rows_seen, following.ordinal)
+        read = _Known.from_json(record)
+        known = self.get(read.entry.part)
+        if known is None or known.rows < read.entry.rows:
+            self._parts[read.entry.part] = read
+            self.rows_seen = max(self.rows_seen, read.following.ordinal)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """An entry, and where the row after its part begins."""
+
+    entry: PartIndexEntry
+    following: Position
+
+    def to_json(self) -> dict[str, Any]:
+        return {"entry": self.entry.to_json(), "next": self.following.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> _Known:
+        return cls(PartIndexEntry.from_json(data["entry"]), Position.from_json(data["next"]))
 
 
 def changed_input(first: int, rows: int, name: str) -> InputError:

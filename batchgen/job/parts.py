@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -22,6 +22,7 @@ from batchgen.data.sink import Record, write_part
 from batchgen.job.files import OS_FILES, FileOps, open_existing, rename_owned, storage, storage_error
 from batchgen.job.folder import PART_NAME, TEMPORARY, JobFolder
 from batchgen.job.linelog import LineLog, log_name, read_folder
+from batchgen.job.packed_table import PackedTable
 from batchgen.job.part_summary import PartSummary, add_results
 from batchgen.job.run_stats import PARTS
 from batchgen.types import StorageError
@@ -136,7 +137,7 @@ class PartStore:
         self._files = files
         self._log = LineLog(folder.commits / log_name(epoch), files)
         self._summaries = LineLog(folder.stats / log_name(epoch, PARTS), files)
-        self.committed: dict[int, PartCommit] = {}
+        self.committed: PackedTable[PartCommit] = PackedTable(PartCommit.to_json, PartCommit.from_json)
 
     def recognise(self, say: Callable[[str], None], still_owner: Callable[[], None]) -> None:
         """Find the committed parts; move what is torn or foreign to quarantine and say so.
@@ -148,17 +149,21 @@ class PartStore:
         # Listed before the records are read: a part that appears in between is not looked at.
         with storage(self._folder.data, action="read"):
             names = sorted(self._files.listdir(self._folder.data))
-        self.committed = recognise_parts(self._folder, empty=True)
-        expected = {commit.file for commit in self.committed.values()}
+        for commit in _found_again(self._folder):
+            self.committed[commit.part] = commit
         for name in names:
             path = self._folder.data / name
-            if PART_NAME.fullmatch(name) and name not in expected and path.is_file():
+            match = PART_NAME.fullmatch(name)
+            if match is not None and not self._is_committed(int(match[1]), name) and path.is_file():
                 still_owner()
                 kept = self._folder.quarantined(path)
                 say(
                     f"{path} is not a part that this job committed, or it is damaged; moved to {kept}, "
                     "its rows are computed again"
                 )
+
+    def _is_committed(self, part: int, name: str) -> bool:
+        return part in self.committed and self._folder.part(part, self._suffix).name == name
 
     def commit(
         self,
@@ -264,16 +269,16 @@ def recognise_parts(
         damaged: gets a sentence for each record that is left out.
         empty: those too of which no row is selected, and that have no file.
     """
-    recorded: dict[int, list[PartCommit]] = {}
+    found = {commit.part: commit for commit in _found_again(folder, damaged)}
+    return {part: commit for part, commit in sorted(found.items()) if empty or not commit.empty}
+
+
+def _found_again(folder: JobFolder, damaged: list[str] | None = None) -> Iterator[PartCommit]:
+    """Commits whose file is there, as they were recorded; of one part the last is right."""
     for record in read_folder(folder.commits, damaged):
         commit = PartCommit.from_json(record)
-        recorded.setdefault(commit.part, []).append(commit)
-    found = {}
-    for part, commits in recorded.items():
-        match = next((c for c in reversed(commits) if c.matches(folder.data / c.file)), None)
-        if match is not None and (empty or not match.empty):
-            found[part] = match
-    return found
+        if commit.matches(folder.data / commit.file):
+            yield commit
 
 
 def read_summaries(folder: JobFolder, damaged: list[str]) -> dict[str, PartSummary]:

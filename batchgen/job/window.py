@@ -60,6 +60,7 @@ class OpenPart:
         part: its number.
         indexer: digests of the rows that were read.
         first: ordinal of the first row that may be selected.
+        known: what an earlier reading found.
         selected: how many of the rows that were read are selected.
         done: selected row to where its result lies, or the result itself where it stays from the part that
             this one replaces; None for a row that could not be read and needs no result.
@@ -72,6 +73,7 @@ class OpenPart:
     part: int
     indexer: PartIndexer
     first: int
+    known: PartIndexEntry | None = None
     selected: int = 0
     done: dict[int, Location | RowResult | None] = field(default_factory=dict)
     entry: PartIndexEntry | None = None
@@ -236,7 +238,9 @@ class Window:
         replaced = self._replaced.get(self._next_part)
         kept = None if replaced is None else replaced.kept()
         indexer = PartIndexer(self._next_part, self._position)
-        self._reading = OpenPart(self._next_part, indexer, span[0], kept=kept)
+        self._reading = OpenPart(
+            self._next_part, indexer, span[0], self._index.get(self._next_part), kept=kept
+        )
         self._open[self._next_part] = self._reading
         self._next_part += 1
         return True
@@ -255,8 +259,8 @@ class Window:
         """The selection has been read to its end."""
         if self._limit_reached():
             # Parts are committed by another thread meanwhile.
-            beyond = [commit for commit in list(self._committed.values()) if commit.part >= self._next_part]
-            if any(commit.rows for commit in beyond):
+            beyond = [part for part in list(self._committed) if part >= self._next_part]
+            if any(self._committed[part].rows for part in beyond):
                 raise self._too_small()
         self.exhausted = True
 
@@ -325,8 +329,7 @@ class Window:
 
     def _check(self, part: OpenPart) -> None:
         """Compare with the first reading as soon as as many rows have passed."""
-        known = self._index.get(part.part)
-        if known is not None and known.rows == part.indexer.rows:
+        if part.known is not None and part.known.rows == part.indexer.rows:
             self._index.check(part.indexer.entry(), self._input_name())
 
     def _place(self, part: OpenPart, row: Row) -> Pending | None:
