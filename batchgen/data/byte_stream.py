@@ -2,8 +2,8 @@
 
 The record readers pull chunks. All data that can be decompressed comes out before a cut end is reported.
 
-Plain text, a remote one too, is entered anywhere at once. Compressed text is decompressed up to there: about 1 s
-of CPU time for each GB of text in zstd, 2 s in gzip, 30 to 50 s in bzip2.
+Plain text, a remote one too, is entered anywhere at once. Compressed text is decompressed up to there: about
+1 s of CPU time for each GB of text in zstd, 2 s in gzip, 30 to 50 s in bzip2.
 """
 
 from __future__ import annotations

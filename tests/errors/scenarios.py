@@ -130,6 +130,41 @@ OF_THE_INPUT = [
     validate("input=a.parquet", a_parquet=PARQUET[:4] + b"\0" * 40 + PARQUET[-8:]),
     validate("input=a.jsonl.gz", **{"a.jsonl_gz": b"\x1f\x8b\x08\0\0\0\0\0\0\3" + b"\xff" * 40}),
 ]
+BATCH = '{"custom_id": "a", "method": "POST", "url": "/v1/%s", "body": {"messages": [], "n": 2}}\n'
+CHAT = BATCH % "chat/completions"
+BAD_BATCH = CHAT + CHAT.replace('"n": 2', '"n": 1')
+STATE = {"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{"filename": "b.arrow"}]}
+OF_INPUT_FORMATS = [
+    validate("input=a.csv", a_csv='"a\n'),
+    validate("input=a.csv", a_csv="a\rb\r"),
+    validate("input=a.csv", a_csv=b"\xff\n"),
+    validate("input=a.csv", a_csv=b"x" * 1_100_000),
+    validate("input=[a.csv, b.csv]", a_csv="prompt\n", b_csv="prompt,b\n"),
+    validate("input=a.json", a_json="[7"),
+    validate("input=a.json", a_json="7"),
+    validate("input=a.json", a_json="[] []"),
+    validate("input=a.json", a_json='{\n"a": 1}'),
+    validate("input=a.jsonl", a_jsonl=BATCH % "embeddings"),
+    validate("input=a.jsonl", a_jsonl=b"\xfd7zXZ\0"),
+    validate("input=a.arrow", a_arrow="{}"),
+    validate("input=a.arrow", a_arrow=b"ARROW1\0\0\0\0"),
+    validate("input=a.parquet", "input.format=csv", a_parquet=PARQUET),
+    Scenario(VALIDATE, ("input=saved",), {"saved/state.json": "{"}),
+    Scenario(VALIDATE, ("input=saved",), {"saved/state.json": json.dumps(STATE)}),
+    Scenario(VALIDATE, ("input=saved",), {"saved/dataset_dict.json": '{"splits": ["train", "test"]}'}),
+    validate("input=gs://bucket/a.jsonl"),
+    validate("input=nothing://a"),
+    validate("input=simplecache::s3://bucket/a.jsonl"),
+    validate("input=memory://nowhere/a.jsonl"),
+    validate("input='memory://nowhere/*.jsonl'"),
+    validate("input=hf://models/x"),
+    Scenario(SHOW, ("input=a.csv",), {"a.csv": "prompt\n1,2\n"}, row=True),
+    Scenario(SHOW, ("input=a.csv",), {"a.csv": 'prompt\n"1"2\n'}, row=True),
+    Scenario(SHOW, ("input=a.csv",), {"a.csv": b"prompt\n\xff\n"}, row=True),
+    Scenario(SHOW, ("input=a.json",), {"a.json": '[,{"prompt": "x"}]'}, row=True),
+    Scenario(SHOW, ("input=a.jsonl",), {"a.jsonl": BAD_BATCH}, row=True),
+    show('{"prompt": NaN}', "input.strict_json=true"),
+]
 OF_THE_MODEL = [
     validate("model=./gone"),
     validate("model=gone.gguf"),
@@ -219,4 +254,4 @@ OF_A_ROW = [
     show('{"prompt": "x", "prompt": "y"}', "input.strict_json=true"),
     show({"prompt": "{{ x"}, "prompt.user={% for i in range(9999999) %}{{ prompt }}{% endfor %}"),
 ]
-ALL = [*OF_THE_JOB_FILE, *OF_THE_INPUT, *OF_THE_MODEL, *OF_THE_OUTPUT, *OF_A_ROW]
+ALL = [*OF_THE_JOB_FILE, *OF_THE_INPUT, *OF_INPUT_FORMATS, *OF_THE_MODEL, *OF_THE_OUTPUT, *OF_A_ROW]
