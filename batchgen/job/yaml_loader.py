@@ -108,7 +108,8 @@ def parse_document(text: str, source: str) -> Document:
             Origin(source, 1, 1),
             f"a job file is a map of keys, not a {node.id}; write keys and values such as `model: org/name`",
         )
-    document.data = _Builder(document, source).build(node, ())
+    # A map with a tag is refused whole, and is nothing then.
+    document.data = _Builder(document, source).build(node, ()) or {}
     return document
 
 
@@ -320,4 +321,5 @@ class _Builder:
 
     def _refuse_tag(self, node: yaml.Node, path: KeyPath) -> None:
         tag = node.tag.replace(TAG, "!!")
-        self._fault(path, f"{dotted(path)}: the YAML tag {tag} is not allowed; write a plain value")
+        where = f"{dotted(path)}: " if path else ""
+        self._fault(path, f"{where}the YAML tag {tag} is not allowed; write a plain value")

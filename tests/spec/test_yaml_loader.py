@@ -108,6 +108,12 @@ def test_aliases_are_read_but_can_neither_loop_nor_explode() -> None:
         parse_document(deep, "f")
 
 
+def test_a_tag_on_the_whole_file_is_refused() -> None:
+    document = parse_document("!x\na: 1\n", "f")
+    assert document.data == {}
+    assert [str(f) for f in document.faults] == ["f:1:1: the YAML tag !x is not allowed; write a plain value"]
+
+
 def test_merge_keys_are_not_yaml_1_2() -> None:
     document = parse_document("a: &x {b: 1}\nc:\n  <<: *x\n  '<<': 2\n!!binary d: 1\n", "f")
     assert document.data == {"a": {"b": 1}, "c": {"<<": 2}}
