@@ -103,7 +103,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         package = _PACKAGES.get(name)
         remedy = f"pip install {package}" if package else shown_text(str(e))
         raise UsageError(
-            f"input.path: {shown_url(url)}: reading {name}:// needs a package that is not installed: {remedy}"
+            f"input.path: {shown_url(url)}: reading {name}:// needs a package that is not installed; {remedy}"
         ) from e
     except Exception as e:
         raise UsageError(

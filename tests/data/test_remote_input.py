@@ -217,7 +217,7 @@ def test_credentials_are_never_shown(site: Site) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("gs://bucket/a.jsonl", r"gs://bucket/a.jsonl: reading gs:// needs a package .*: pip install gcsfs"),
+        ("gs://bucket/a.jsonl", r"gs://bucket/a.jsonl: reading gs:// needs a package .*; pip install gcsfs"),
         ("nothing://a/b.jsonl", "nothing://a/b.jsonl cannot be opened: Protocol not known: nothing"),
         ("simplecache::s3://b/a.jsonl", "chained URLs are not supported"),
         ("hf://org/name/a.jsonl", "write hf://datasets/ORG/NAME"),
