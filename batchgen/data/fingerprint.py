@@ -14,6 +14,7 @@ from typing import Any
 from batchgen.data.input_file import InputFile
 
 _WHEN = ("mtime_ns", "version")
+_LINES = ("jsonl", "csv", "openai_batch")
 
 
 def input_fingerprint(files: Sequence[InputFile]) -> dict[str, Any]:
@@ -32,11 +33,14 @@ class Comparison:
         doubtful: paths of files of the same name and size that were written at another time: only their
             content tells.
         moved: whether a file lies elsewhere.
+        grown: whether all that changed is that files came behind the last, or that the last, plain text, is
+            longer; whether what was there is the same, only its content tells.
     """
 
     changes: list[str]
     doubtful: list[str]
     moved: bool
+    grown: bool = False
 
 
 def compare_inputs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Comparison:
@@ -48,11 +52,26 @@ def compare_inputs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Comparison
     facts = [
         (side["version"], side["format"], [_lasting(file) for file in side["files"]]) for side in (old, new)
     ]
-    if facts[0] != facts[1]:
-        return Comparison(describe_changes(old, new), [], moved=False)
-    pairs = list(zip(old["files"], new["files"], strict=True))
+    pairs = list(zip(old["files"], new["files"], strict=False))
     doubtful = [b["path"] for a, b in pairs if any(a.get(key) != b.get(key) for key in _WHEN)]
-    return Comparison([], doubtful, moved=any(a["path"] != b["path"] for a, b in pairs))
+    moved = any(a["path"] != b["path"] for a, b in pairs)
+    if facts[0] == facts[1]:
+        return Comparison([], doubtful, moved)
+    if _has_grown(old, new):
+        return Comparison(describe_changes(old, new), doubtful, moved, grown=True)
+    return Comparison(describe_changes(old, new), [], moved=False)
+
+
+def _has_grown(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    before, after = old["files"], new["files"]
+    if (old["version"], old["format"]) != (new["version"], new["format"]) or len(after) < len(before):
+        return False
+    *rest, last = [(_lasting(a), _lasting(b)) for a, b in zip(before, after, strict=False)]
+    longer = (
+        new["format"] in _LINES and last[1]["compression"] == "none" and last[1]["size"] > last[0]["size"]
+    )
+    same_last = last[0] == ({**last[1], "size": last[0]["size"]} if longer else last[1])
+    return same_last and all(a == b for a, b in rest)
 
 
 def _lasting(file: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,6 +54,8 @@ def settle_drift(
         InputError: the input cannot be read.
     """
     drift = find_drift(manifest.fingerprints, setup.fingerprints, manifest.pinned)
+    if drift.growth and setup.grow == "append":
+        _take_growth(drift, setup.inputs, index, say)
     if drift.doubtful and not drift.differences:
         _look_closer(drift, setup.inputs, index, say)
     if drift.differences:
@@ -66,6 +68,18 @@ def settle_drift(
         say("settings that change no result differ from the first attempt:\n" + "\n".join(drift.engine))
     manifest.fingerprints = {**manifest.fingerprints, "input": setup.fingerprints.input}
     manifest.digests = {**manifest.digests, "input": setup.fingerprints.digests()["input"]}
+
+
+def _take_growth(drift: Drift, inputs: InputSet, index: InputIndex, say: Callable[[str], None]) -> None:
+    """Take what was added to the input for no difference, if what was there is what it was."""
+    others = len(drift.input)
+    if drift.doubtful:
+        _look_closer(drift, inputs, index, say)
+    if len(drift.input) == others:
+        say("the input has grown at its end (input.grow: append):\n" + "\n".join(drift.growth))
+        del drift.input[: len(drift.growth)]
+        drift.doubtful.clear()
+        index.forget_end()
 
 
 def _look_closer(drift: Drift, inputs: InputSet, index: InputIndex, say: Callable[[str], None]) -> None:

@@ -35,6 +35,7 @@ class Drift:
         engine: of what changes no result.
         doubtful: input files that are where or as old as they were not, and otherwise the same.
         moved: whether an input file lies elsewhere.
+        growth: those of `input` that only say that the input is longer than it was.
     """
 
     input: list[str]
@@ -43,6 +44,7 @@ class Drift:
     engine: list[str]
     doubtful: list[str]
     moved: bool
+    growth: list[str]
 
     @property
     def differences(self) -> list[str]:
@@ -63,7 +65,9 @@ class Drift:
             "Undo the change to continue, choose another output.path to keep both, "
             "or start this folder over with --overwrite."
         )
-        if not self.layout:
+        if self.growth:
+            remedy += " To take in what was added to the input, set input.grow: append."
+        elif not self.layout:
             remedy += " To keep what is finished and compute the other rows this way, add --accept-drift."
         elif accept:
             remedy = f"--accept-drift cannot mix these, because all parts must look alike. {remedy}"
@@ -91,6 +95,7 @@ def find_drift(old: Mapping[str, Any], new: Fingerprints, pinned: Mapping[str, A
         engine=diff(old["engine"], new.engine),
         doubtful=files.doubtful,
         moved=files.moved,
+        growth=[f"  {change}" for change in files.changes] if files.grown else [],
     )
 
 

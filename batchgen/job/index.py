@@ -83,6 +83,11 @@ class InputIndex:
         if self.end is None:
             self._append({"end": rows})
 
+    def forget_end(self) -> None:
+        """The input goes on behind what was its end."""
+        self._append({"grown": True})
+        self.sync()
+
     def reset(self, entries: Iterable[tuple[PartIndexEntry, Position]]) -> None:
         """Forget everything but these entries, each with where the row after its part begins.
 
@@ -113,6 +118,9 @@ class InputIndex:
         if "reset" in record:
             self.end = None
             self._parts.clear()
+            return
+        if "grown" in record:
+            self.end = None
             return
         if "end" in record:
             self.end = record["end"]

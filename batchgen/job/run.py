@@ -101,6 +101,8 @@ def _already_complete(setup: JobSetup, options: RunOptions, folder: JobFolder) -
     if manifest is None:
         return None
     drift = find_drift(manifest.fingerprints, setup.fingerprints, manifest.pinned)
+    if drift.growth and setup.grow == "append":
+        return None
     if drift.differences and not options.accept_drift:
         raise drift.refusal(folder.root)
     if drift.differences or drift.doubtful or drift.moved:

@@ -59,6 +59,7 @@ class JobSetup:
         part_rows: rows in one part, at the first attempt.
         selection: which rows.
         duplicate_ids: `input.duplicate_ids`.
+        grow: `input.grow`: refuse or append.
         resolved_job: text of job.resolved.yaml.
         retry: rows to compute anew, under `worker_config`; None for an ordinary run.
         commits: by name and revision of the model, the commit that it is; empty for local files.
@@ -75,6 +76,7 @@ class JobSetup:
     part_rows: int
     selection: Selection
     duplicate_ids: DuplicatePolicy = "error"
+    grow: str = "refuse"
     resolved_job: str
     url: str | None = None
     retry: Retry | None = None
@@ -200,6 +202,7 @@ def setup_from_spec(
         part_rows=part_rows_auto(spec),
         selection=Selection.of(spec.input.rows, spec.input.limit),
         duplicate_ids=spec.input.duplicate_ids,
+        grow=spec.input.grow,
         resolved_job=resolved_yaml(spec),
         commits={revision_name(spec.model.path, spec.model.revision): commit} if commit else {},
     )

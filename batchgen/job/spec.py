@@ -203,6 +203,7 @@ class InputSpec(Section):
         Rule("null or a range of rows such as 0:1000, 500: or :500 (the row after the colon is not in it)"),
     ] = None
     limit: Annotated[Count | None, Rule(f"null or {COUNT}")] = None
+    grow: Annotated[Literal["refuse", "append"], Rule("refuse or append")] = "refuse"
     on_bad_row: Annotated[Literal["record", "stop"], Rule("record or stop")] = "record"
     on_truncated: Annotated[Literal["stop", "keep"], Rule("stop or keep")] = "stop"
     unicode: Annotated[Literal["error", "replace"], Rule("error or replace")] = "error"

@@ -18,7 +18,6 @@ MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("model", "trust_remote_code"): (False,),
     ("input", "dedupe"): ("none",),
     ("input", "shuffle"): (None,),
-    ("input", "grow"): ("refuse",),
     ("prompt", "images"): (None,),
     ("sampling", "n"): (1,),
     ("sampling", "logprobs"): (None,),

@@ -47,6 +47,7 @@ class Settings:
     rows: str | None = None
     where: str | None = None
     duplicate_ids: str = "error"
+    grow: str = "refuse"
     temperature: float = 0.0
     include: list[str] = field(default_factory=lambda: list(DEFAULT_INCLUDE))
     renames: dict[str, str] = field(default_factory=dict)
@@ -105,6 +106,7 @@ def setup_of(settings: Settings) -> JobSetup:
         compression=settings.compression,
         part_rows=settings.part_rows,
         selection=Selection.of(settings.rows, settings.limit),
+        grow=settings.grow,
         duplicate_ids=settings.duplicate_ids,  # type: ignore[arg-type]
         resolved_job="model: fake\n",
         retry=retry_of(settings),
