@@ -6,9 +6,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL := build/SmolLM2-135M-Instruct.Q4_1.gguf
 HUMANEVAL := build/HumanEval.jsonl.gz
+KILLS ?= 40
+ROWS ?= 4000
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity invariance properties fuzz storm memory bench audit clean
+.PHONY: help venv demo test ci lint unit parity invariance properties fuzz storm storm-fake memory bench audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,6 +51,7 @@ ci: test ## the longer suites too, under 60 minutes
 	BATCHGEN_SCHEDULES=20 $(BIN)/python -m pytest tests/parity/test_real_invariance.py --timeout 1800
 	BATCHGEN_FUZZ=50 $(BIN)/python -m pytest tests/spec/test_job_file_fuzz.py --timeout 1800
 	$(BIN)/python tests/e2e/storm.py --kills 3 --rows 32 --fresh
+	$(BIN)/python tests/e2e/storm_fake.py --fresh
 
 parity: $(MODEL) $(HUMANEVAL) ## greedy output against transformers on 64 real prompts
 	BATCHGEN_PARITY_PROMPTS=64 $(BIN)/python -m pytest tests/parity/test_real_parity.py --timeout 3600
@@ -64,6 +67,9 @@ fuzz: $(VENV)/.installed ## 100,000 random and damaged files through every reade
 
 storm: $(MODEL) $(HUMANEVAL) ## 2 x 20 SIGKILLs of the demo job, greedy and sampled; goes on where it was
 	$(BIN)/python tests/e2e/storm.py
+
+storm-fake: $(VENV)/.installed ## 40 SIGKILLs of a job with the fake engine; by hand: KILLS=1000 ROWS=50000
+	$(BIN)/python tests/e2e/storm_fake.py --kills $(KILLS) --rows $(ROWS)
 
 memory: $(MODEL) ## resident memory over 20,000 rows
 	$(BIN)/python tests/e2e/memory_growth.py
