@@ -375,6 +375,14 @@ def _tokenizer(spec: PromptSpec, model: Path) -> Tokenizer:
     return Tokenizer(_NoTokenizer())
 
 
+def save_model(folder: Path) -> Path:
+    """A model folder as the checks of a job want it, with nothing in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    return folder
+
+
 def launcher(behaviour: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """What starts fake workers.
 

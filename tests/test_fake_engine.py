@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_engine import Behaviour, FakeCore, answer, text_of
+from fake_engine import Behaviour, FakeCore, answer, save_model, text_of
 
 from batchgen.types import Request, SamplingParams
 
@@ -35,8 +35,7 @@ def test_an_answer_is_a_function_of_row_seed_and_prompt(tokens_per_step: int | N
 
 
 def test_the_command_line_with_token_ids_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
+    save_model(tmp_path / "model")
     rows = "".join(json.dumps({"prompt_token_ids": [n, n + 1]}) + "\n" for n in range(30))
     (tmp_path / "in.jsonl").write_text(rows)
     (tmp_path / "job.yaml").write_text(

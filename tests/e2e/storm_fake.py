@@ -25,6 +25,10 @@ from typing import Any
 import yaml
 
 TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS))
+
+from fake_engine import save_model
+
 MODES = ("job", "supervisor", "worker")
 COMPUTED_BEFORE_A_KILL = (0.0, 3.0)
 BEHAVIOUR = {"tokens_per_step": 4, "step_seconds": 0.002}
@@ -52,8 +56,7 @@ class Storm:
         self._write_input()
 
     def _write_input(self) -> None:
-        (self.folder / "model").mkdir(exist_ok=True)
-        (self.folder / "model/config.json").write_text("{}")
+        save_model(self.folder / "model")
         path = self.folder / f"in-{self.rows}.jsonl"
         if path.exists():
             return
