@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
+import msgpack
+
 from batchgen.data.row import Row
 
 _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
@@ -26,6 +28,23 @@ def prompt_values(row: Row, names: Iterable[str]) -> dict[str, Any]:
         for name in names
         if name in row.values
     }
+
+
+def pack_prompt_values(row: Row, names: Iterable[str]) -> bytes:
+    """The same, as msgpack: compact to keep, and never packed again."""
+    values = {name: row.values[name] for name in names if name in row.values}
+    for name in row.nonfinite:
+        if name in values:
+            values[name] = math.nan
+    # What msgpack does not know, integers beyond 64 bits too, goes as its text.
+    packed: bytes = msgpack.packb(values, default=str, unicode_errors="surrogatepass")
+    return packed
+
+
+def unpack_prompt_values(packed: bytes) -> dict[str, Any]:
+    """The values again."""
+    values: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False, unicode_errors="surrogatepass")
+    return values
 
 
 def _portable(value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 from batchgen.dist.channel import Channel, ChannelClosed
 from batchgen.dist.dialogue import Dialogue
+from batchgen.data.prompt_values import unpack_prompt_values
 from batchgen.dist.included import Included
 from batchgen.sampling.overrides import RowSampling
 from batchgen.text.prompt import PreparedRow, PromptRenderer
@@ -135,7 +136,7 @@ class Intake:
             return
         prepared: list[Request | Output] = []
         for i in range(0, len(rows), GROUP):
-            group = rows[i : i + GROUP]
+            group = [(row[0], unpack_prompt_values(row[1]), *row[2:]) for row in rows[i : i + GROUP]]
             prepared += self._prepare_group(group)
         for item in sorted(prepared, key=self._sort_key):
             self._ready.put(item)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import random
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from batchgen.data.prompt_values import prompt_values
+from batchgen.data.prompt_values import pack_prompt_values
 from batchgen.data.row_result import RowResult
 from batchgen.job.attempts import read_attempts, versions
 from batchgen.job.changes import latest_drift, number_of
@@ -174,7 +173,7 @@ def _pending(stored: Sequence[_Stored], setup: JobSetup, index: InputIndex) -> I
         for row in rows:
             if row.ordinal in wanted:
                 wanted.discard(row.ordinal)
-                yield Pending(row.ordinal, prompt_values(row, setup.columns), row.digest, 0, array("i"))
+                yield Pending(row.ordinal, pack_prompt_values(row, setup.columns), row.digest)
             if row.ordinal >= last:
                 break
     if wanted:

@@ -9,9 +9,8 @@ done its last rows go at once: a part that is never whole keeps the window from 
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from batchgen.job.window import Pending, Window
@@ -27,7 +26,6 @@ class RowPool:
 
     Args:
         window: where rows come from.
-        order: `input`, `prefix` (rows with equal beginnings together) or `length` (longest first).
         part_rows: rows in one part.
         most_bytes: of rows that are kept here.
         is_expected: asked of each row that is read; a row that it takes is not kept here.
@@ -37,13 +35,11 @@ class RowPool:
         self,
         window: Window,
         *,
-        order: str,
         part_rows: int,
         most_bytes: int,
         is_expected: Callable[[Pending], bool],
     ) -> None:
         self._window = window
-        self._key = _KEYS[order]
         self._part_rows = part_rows
         self._most_bytes = most_bytes
         self._is_expected = is_expected
@@ -105,7 +101,7 @@ class RowPool:
         self._parts.setdefault(pending.row // self._part_rows, {})[pending.row] = pending
         self._length += 1
         self._bytes += pending.size
-        key = (-pending.priority, self._key(pending), pending.row)
+        key = (-pending.priority, pending.key, pending.row)
         behind = self._last is not None and self._last[0] == key[0] and key < self._last
         heapq.heappush(self._next_sweep if behind else self._sweep, (key, pending))
 
@@ -140,30 +136,3 @@ class RowPool:
                 self._last = key
                 return pending
             self._stale -= 1
-
-
-def _by_prefix(pending: Pending) -> bytes:
-    return b"\0".join(map(_flat, pending.values.values()))
-
-
-def _flat(value: Any) -> bytes:
-    """Bytes of a value such that values with equal beginnings have equal beginnings."""
-    if isinstance(value, str):
-        return value.encode(errors="surrogatepass")
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, Mapping):
-        return b"\0".join(map(_flat, value.values()))
-    if isinstance(value, list | tuple):
-        try:
-            return array("q", value).tobytes()
-        except (TypeError, OverflowError):
-            return b"\0".join(map(_flat, value))
-    return repr(value).encode(errors="surrogatepass")
-
-
-_KEYS: Mapping[str, Callable[[Pending], Any]] = {
-    "input": lambda pending: pending.row,
-    "prefix": _by_prefix,
-    "length": lambda pending: -pending.size,
-}

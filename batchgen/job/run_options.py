@@ -101,7 +101,7 @@ class RunOptions:
         workers: worker processes.
         window_parts: most parts that are open at a time; None: as many as keep the workers busy.
         in_flight_bytes: most bytes of rows that are with workers; as many may wait for them.
-        order: `input`, `prefix` or `length`; see `RowPool`.
+        order: of the rows in the open window: one of `row_order.ORDERS`.
         priority: column of the rows' priority.
         poison: find out which row kills the engine and make it an error row; else such a row ends the run.
         hang_seconds: a worker that says nothing for so long while rows are with it is killed.

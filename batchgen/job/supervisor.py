@@ -27,6 +27,7 @@ from batchgen.job.poison import Suspects, guilty_result
 from batchgen.job.pool import RowPool
 from batchgen.job.progress import Progress, save_progress
 from batchgen.job.recovery import OpenJob
+from batchgen.job.row_order import ORDERS
 from batchgen.job.run_options import Launcher, RunOptions
 from batchgen.job.run_stats import RowStats
 from batchgen.job.window import OpenPart, Pending, Window
@@ -93,6 +94,7 @@ class Supervisor:
             part_rows=job.manifest.part_rows,
             selection=job.selection,
             columns=columns,
+            order=ORDERS[options.order],
             priority=options.priority,
             committed=job.parts.committed,
             replaced=job.replaced,
@@ -109,7 +111,6 @@ class Supervisor:
         self._suspects = Suspects(job.folder.suspects)
         self._pool = RowPool(
             self._window,
-            order=options.order,
             part_rows=job.manifest.part_rows,
             most_bytes=options.in_flight_bytes,
             is_expected=self._suspects.expects,

@@ -13,7 +13,7 @@ from typing import Any
 
 from batchgen.data.id_decisions import IdDecisions
 from batchgen.data.identity import AUTO_COLUMN
-from batchgen.data.prompt_values import prompt_values
+from batchgen.data.prompt_values import pack_prompt_values
 from batchgen.data.row import PartIndexEntry, PartIndexer, Position, Row
 from batchgen.data.row_result import RowResult
 from batchgen.data.source import InputSet
@@ -22,10 +22,11 @@ from batchgen.job.journal import Location
 from batchgen.job.parts import Counts, PartCommit
 from batchgen.job.replacement import KeptRows, Replaced
 from batchgen.job.replay import FoundPartial, FoundResult, Replay
+from batchgen.job.row_order import ORDERS, OrderKey
 from batchgen.job.selection import Selection
 from batchgen.types import DriftError, InputError, Status
 
-_ROW_BYTES = 200
+_ROW_BYTES = 500
 # Rows that are passed over in one go on the way to the first that is selected.
 _ROWS_AT_ONCE = 5000
 # Each holds the results that stay, about a megabyte.
@@ -37,19 +38,24 @@ class Pending:
     """A row that must run.
 
     Args:
-        values: of the columns that the prompt needs.
+        values: of the columns that the prompt needs, packed.
         digest: of the input record.
-        size: bytes that it takes, roughly.
         partial: output token ids that are known already.
+        key: by what rows are ordered.
         priority: higher runs first.
+        size: bytes that it takes, roughly.
     """
 
     row: int
-    values: Mapping[str, Any]
+    values: bytes
     digest: bytes
-    size: int
-    partial: array[int]
+    partial: array[int] = field(default_factory=lambda: array("i"))
+    key: Any = None
     priority: int = 0
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = _ROW_BYTES + len(self.values) + 4 * len(self.partial)
 
 
 @dataclass(slots=True)
@@ -102,6 +108,7 @@ class Window:
         part_rows: rows in one part.
         selection: which rows.
         columns: that the prompt needs.
+        order: how rows are ordered.
         priority: column of the rows' priority, if there is one; a value that is no integer counts as 0.
         committed: parts that are final, by number; looked at again as it grows.
         replaced: committed parts that are assembled again.
@@ -129,6 +136,7 @@ class Window:
         part_rows: int,
         selection: Selection,
         columns: Iterable[str],
+        order: OrderKey = ORDERS["input"],
         priority: str | None = None,
         committed: Mapping[int, PartCommit],
         replaced: Mapping[int, Replaced],
@@ -145,6 +153,7 @@ class Window:
         self._part_rows = part_rows
         self._selection = selection
         self._columns = tuple(columns)
+        self._order = order
         self._priority = priority
         self._committed = committed
         self._replaced = replaced
@@ -363,9 +372,10 @@ class Window:
             self._counts.count(result.status, result.usage)
             return None
         part.unanswered += 1
-        values = prompt_values(row, self._columns)
+        packed = pack_prompt_values(row, self._columns)
+        key = self._order(row.ordinal, (row.values.get(name) for name in self._columns), len(packed))
         ids = partial.ids if partial is not None and partial.digest == row.digest else array("i")
-        return Pending(row.ordinal, values, row.digest, _size(values), ids, self._priority_of(row))
+        return Pending(row.ordinal, packed, row.digest, ids, key, self._priority_of(row))
 
     def _priority_of(self, row: Row) -> int:
         value = 0 if self._priority is None else row.values.get(self._priority)
@@ -400,14 +410,3 @@ class Window:
 
     def _input_name(self) -> str:
         return self._inputs.files[self._position.file_index % len(self._inputs.files)].path
-
-
-def _size(value: Any) -> int:
-    """Bytes of a value in memory, roughly; for the bound on rows in flight."""
-    if isinstance(value, str | bytes):
-        return _ROW_BYTES + len(value)
-    if isinstance(value, Mapping):
-        return _ROW_BYTES + sum(_size(v) for v in value.values())
-    if isinstance(value, list | tuple):
-        return _ROW_BYTES + sum(_size(v) for v in value)
-    return _ROW_BYTES

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tiny_models import oracle, save_tiny_llama
 
+from batchgen.dist.channel import pack
 from batchgen.dist.handle import WorkerHandle, launch_worker
 from batchgen.job.counters import create_counters, read_counters, rows_in_step
 from batchgen.text.tokenizer import Tokenizer
@@ -77,7 +78,7 @@ def start(tmp_path: Path, model: Path) -> Iterator[Any]:
 
 
 def rows(texts: list[str]) -> list[list[Any]]:
-    return [[i, {"prompt": text}, [], 0] for i, text in enumerate(texts)]
+    return [[i, pack({"prompt": text}), [], 0] for i, text in enumerate(texts)]
 
 
 TEXTS = ["Hello", "the quick brown fox", "a", "zebra " * 6, "", "much too long " * 20, "ünïcode"]
@@ -117,21 +118,21 @@ def test_partials_resume_to_the_same_text(start: Any) -> None:
     talk.handle.kill()
     again = start(**long, pinned=ready["pinned"])
     again.next("ready")
-    again.handle.send({"type": "rows", "rows": [[i, {"prompt": TEXTS[i]}, told[i], 0] for i in range(3)]})
+    again.handle.send({"type": "rows", "rows": [[i, pack({"prompt": TEXTS[i]}), told[i], 0] for i in range(3)]})
     assert again.results(3) == whole
 
 
 def test_a_canary_is_answered_and_counts_for_nothing(start: Any) -> None:
     talk = start(sampling={"max_tokens": 12, "ignore_eos": True, "min_tokens": 5})
     talk.next("ready")
-    talk.handle.send({"type": "canary", "row": 3, "values": {"prompt": TEXTS[3]}})
+    talk.handle.send({"type": "canary", "row": 3, "values": pack({"prompt": TEXTS[3]})})
     assert talk.next("canary", "results") == {"type": "canary"}
     counters = read_counters(talk.counters)
     assert counters is not None
     assert counters.sampled == 0
     talk.handle.send({"type": "rows", "rows": rows(TEXTS[:4])})
     assert talk.results(4)[3]["usage"][1] == 12
-    talk.handle.send({"type": "canary", "row": 4, "values": {"prompt": ""}})
+    talk.handle.send({"type": "canary", "row": 4, "values": pack({"prompt": ""})})
     assert talk.next("canary", "results") == {"type": "canary"}
     assert rows_in_step(talk.counters) != []
 
@@ -189,7 +190,8 @@ def test_a_worker_does_not_outlive_its_supervisor(model: Path, tmp_path: Path) -
     }  # fmt: skip
     program = (
         "import sys, time, pathlib\n"
-        "from batchgen.dist.handle import launch_worker\n"
+        "from batchgen.dist.channel import pack
+from batchgen.dist.handle import launch_worker\n"
         "def show(m): print(m and m['type'], flush=True)\n"
         f"h = launch_worker(pathlib.Path({str(tmp_path / 'log')!r}), show)\n"
         f"h.send({{'type': 'start', 'config': {config!r}}})\n"

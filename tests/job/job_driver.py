@@ -54,6 +54,7 @@ class Settings:
     seed: int = 1
     max_tokens: int = 20
     max_num_seqs: int = 8
+    row_timeout: float | None = None
     worker: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     crash_at: int | None = None
@@ -69,6 +70,7 @@ class Settings:
             "prompt": {"mode": "completion"},
             "sampling": {"max_tokens": self.max_tokens, "seed": self.seed},
             "order": "input",
+            "row_timeout": self.row_timeout,
             "engine": {"max_num_seqs": self.max_num_seqs},
             "include": [key for key in INCLUDED if key in self.include],
         }

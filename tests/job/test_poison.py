@@ -21,7 +21,7 @@ def job(tmp_path: Path, rows: int = ROWS, name: str = "out", **changes: Any) -> 
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"prompt {row}"}) + "\n" for row in range(rows)))
     (tmp_path / "state").mkdir(exist_ok=True)
-    return Settings(output=str(tmp_path / name), input=str(path), **{"max_num_seqs": 16, **changes})
+    return Settings(output=str(tmp_path / name), input=str(path), **{"max_num_seqs": 8, **changes})
 
 
 def poison(tmp_path: Path, *rows: int, do: str = "kill", **changes: Any) -> dict[str, Any]:
@@ -45,14 +45,7 @@ def check(settings: Settings, guilty: set[int], rows: int = ROWS) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "workers", "do"),
-    [
-        ((77,), 1, "kill"),
-        ((0,), 1, "segfault"),
-        ((199,), 3, "exit"),
-        ((5, 6, 120), 1, "kill"),
-        ((5, 90, 151), 3, "kill"),
-    ],
+    ("rows", "workers", "do"), [((77,), 1, "kill"), ((0,), 1, "segfault"), ((5, 90, 199), 3, "exit")]
 )
 def test_a_row_that_always_kills_the_engine_is_found(
     tmp_path: Path, rows: tuple[int, ...], workers: int, do: str
@@ -64,9 +57,8 @@ def test_a_row_that_always_kills_the_engine_is_found(
     check(settings, set(rows))
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_row_that_kills_now_and_then_finishes(tmp_path: Path, times: int) -> None:
-    settings = job(tmp_path, worker=poison(tmp_path, 40, 41, 150, times=times))
+def test_a_row_that_kills_now_and_then_finishes(tmp_path: Path) -> None:
+    settings = job(tmp_path, worker=poison(tmp_path, 40, 150, times=2))
     said: list[str] = []
     assert run_here(settings, said).exit_code == 0
     check(settings, set())
