@@ -33,6 +33,12 @@ class Launches:
         return self._launch(*args, **kwargs)
 
 
+def write_weights(model: Path, padding: bytes) -> None:
+    """A safetensors file without tensors; other padding makes it another file."""
+    header = b"{}" + padding
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
@@ -44,7 +50,7 @@ def call(tmp_path: Path) -> dict[str, Any]:
     model.mkdir()
     save_tokenizer(model)
     (model / "config.json").write_text('{"model_type": "llama"}')
-    (model / "model.safetensors").write_bytes(b"weights")
+    write_weights(model, b"")
     return {
         "model": str(model),
         # Ids need no tokenizer, so that workers start at once.
@@ -88,12 +94,12 @@ def test_new_weights_never_get_an_old_models_answers(call: dict[str, Any], tmp_p
     call["launch"] = launches
     source = Dataset.from_list(ROWS)
     bg.map(source, **call)
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"other weights")
+    write_weights(tmp_path / "model", b" ")
     bg.map(source, **call)
     assert launches.count == 2
     kept = {**call, "output": tmp_path / "kept"}
     bg.map(source, **kept)
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"third weights")
+    write_weights(tmp_path / "model", b"  ")
     with pytest.raises(DriftError):
         bg.map(source, **kept)
 
