@@ -10,7 +10,7 @@ from __future__ import annotations
 import getpass
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -118,6 +118,20 @@ def rows_by_number(all_runs: Iterable[Iterable[Sequence[int]]]) -> dict[int, int
     return totals
 
 
+def told(changes: Sequence[Change], rows: Mapping[int, int]) -> list[str]:
+    """The changes for a person, each with its differences.
+
+    Args:
+        changes: of the manifest.
+        rows: how many rows in parts were computed under each, see `rows_by_number`.
+    """
+    lines: list[str] = []
+    for number, change in enumerate(changes, 1):
+        goes_on = ", not finished yet" if change.open else ""
+        lines += [f"{rows.get(number, 0):,} rows: {change.describe()}{goes_on}", *change.differences]
+    return lines
+
+
 def of_epoch(epochs: Sequence[Sequence[int]], epoch: int) -> int:
     """The change under which an attempt ran.
 
@@ -131,8 +145,3 @@ def of_epoch(epochs: Sequence[Sequence[int]], epoch: int) -> int:
 def latest_drift(changes: Sequence[Change]) -> int:
     """Number of the last accepted drift: what an ordinary run goes by; 0 for none."""
     return next((n for n in range(len(changes), 0, -1) if changes[n - 1].kind == DRIFT), 0)
-
-
-def numbered(changes: Sequence[Change]) -> Iterator[tuple[int, Change]]:
-    """The changes with their numbers."""
-    return enumerate(changes, 1)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.job.attempts import Attempt, attempt_file, read_attempt, read_attempts
+from batchgen.job.changes import rows_by_number, told
 from batchgen.job.claims import Claims
 from batchgen.job.counters import read_counters
 from batchgen.job.folder import JobFolder
@@ -161,7 +162,12 @@ def read_status(
         last_error=_last_error(last, state),
         progress=asdict(progress) if progress is not None else None,
         workers=workers,
-        messages=[*(last.messages if last is not None else []), *messages, *map(str, found.dropped)],
+        messages=[
+            *told(manifest.changes, rows_by_number(commit.settings for commit in parts.values())),
+            *(last.messages if last is not None else []),
+            *messages,
+            *map(str, found.dropped),
+        ],
     )
 
 

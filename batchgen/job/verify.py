@@ -12,7 +12,7 @@ from typing import Any
 
 from batchgen.data.id_decisions import recorded_decisions
 from batchgen.data.source import InputSet
-from batchgen.job.changes import numbered, rows_by_number
+from batchgen.job.changes import rows_by_number, told
 from batchgen.job.drift import check_drift
 from batchgen.job.files import storage
 from batchgen.job.fingerprints import Fingerprints, digest
@@ -130,10 +130,12 @@ def _check_changes(folder: JobFolder, manifest: Manifest, report: VerifyReport) 
         report.fault(f"{folder.root}: a {retry}, was begun and has not ended; run `batchgen retry` again")
     parts = recognise_parts(folder).values()
     rows = rows_by_number(commit.settings for commit in parts)
-    for number, change in numbered(manifest.changes):
-        report.notes += [f"{rows.pop(number, 0):,} rows: {change.describe()}", *change.differences]
+    report.notes += told(manifest.changes, rows)
     for number, count in rows.items():
-        report.fault(f"{folder.manifest}: {count:,} rows were computed under change {number}, which it lacks")
+        if number > len(manifest.changes):
+            report.fault(
+                f"{folder.manifest}: {count:,} rows were computed under change {number}, which it lacks"
+            )
 
 
 def _recorded_parts(folder: JobFolder, report: VerifyReport) -> dict[int, list[PartCommit]]:

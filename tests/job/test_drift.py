@@ -17,6 +17,7 @@ from batchgen.job.attempts import read_attempts
 from batchgen.job.folder import JobFolder
 from batchgen.job.manifest import require_manifest
 from batchgen.job.parts import recognise_parts
+from batchgen.job.status import read_status
 from batchgen.job.verify import verify_folder
 from batchgen.types import DriftError, InputError
 
@@ -90,6 +91,7 @@ def test_accepted_drift_keeps_finished_rows_and_is_recorded(tmp_path: Path) -> N
     report = verify_folder(folder.root, None, setup_of(settings).fingerprints)
     assert report.faults == []
     assert any(note.startswith(f"{len(recorded)} rows: accepted drift") for note in report.notes)
+    assert any("rows: accepted drift, by " in message for message in read_status(folder.root).messages)
     assert [a.change for a in read_attempts(folder)] == [0, 0, 1]
     settings.options = {}
     assert "already complete" in run_here(settings).reason
