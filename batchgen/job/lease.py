@@ -120,7 +120,7 @@ class Lease:
         if self._thread is not None:
             self._thread.join()
         with contextlib.suppress(OSError):
-            if self._mine():
+            if self.held:
                 self._write(released=True)
         os.close(self._fd)
         if self._lock >= 0:
@@ -130,7 +130,7 @@ class Lease:
         while not self._stop.wait(self._record.beat_seconds):
             # A beat that fails is tried again with the next; only ownership that moved ends the run.
             with contextlib.suppress(OSError):
-                if not self._mine():
+                if not self.held:
                     on_lost()
                     return
                 self._write(released=False)
@@ -141,7 +141,9 @@ class Lease:
         os.pwrite(self._fd, self._record.encode(), 0)
         os.fsync(self._fd)
 
-    def _mine(self) -> bool:
+    @property
+    def held(self) -> bool:
+        """Whether the lease file is still this process's."""
         try:
             there, ours = os.stat(self._path), os.fstat(self._fd)
         except FileNotFoundError:

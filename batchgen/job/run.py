@@ -86,6 +86,14 @@ def run_job(
     except OwnershipError:
         lease.release()
         raise
+    except StorageError as error:
+        # A new owner removes what this process had half-written.
+        taken = not lease.held
+        lease.release()
+        if taken:
+            raise _lost(folder) from error
+        report_attempt(folder, say, REPORT_SECONDS)
+        raise
     except BaseException:
         lease.release()
         report_attempt(folder, say, REPORT_SECONDS)
@@ -130,6 +138,10 @@ def _check_space(folder: JobFolder, least: int) -> None:
         )
 
 
+def _lost(folder: JobFolder) -> OwnershipError:
+    return OwnershipError(f"{folder.root}: another process has taken over this run; let it finish")
+
+
 def _run_owned(
     setup: JobSetup,
     options: RunOptions,
@@ -141,7 +153,7 @@ def _run_owned(
     beside: Beside,
 ) -> RunResult:
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    lost = OwnershipError(f"{folder.root}: another process has taken over this run; let it finish")
+    lost = _lost(folder)
     # Before anything that takes time, such as clearing a large folder.
     lease.start(lambda: events.put(StopAsked(str(lost), lost)))
     claims = Claims(folder)
