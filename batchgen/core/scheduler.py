@@ -110,6 +110,7 @@ class Scheduler:
         )
         self.running: dict[int, Request] = {}
         self.waiting = WaitingQueue()
+        self.held: dict[int, Request] = {}
         self.requests: dict[int, Request] = {}
         self.stats = SchedulerStats(self.manager.pool.num_usable, kv_config.block_size)
         self._watermark_blocks = int(config.watermark * self.manager.pool.num_usable)
@@ -128,8 +129,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no blocks, preempted ones included."""
-        return len(self.waiting)
+        """Requests that hold no blocks, preempted and held ones included."""
+        return len(self.waiting) + len(self.held)
 
     def add(self, request: Request) -> None:
         """Take a request; it waits behind those of its priority.
@@ -205,6 +206,24 @@ class Scheduler:
                 self.manager.truncate(request, scheduled.start)
         self._check_if_debug()
 
+    def hold(self, request_id: int) -> None:
+        """Keep a request out of every step until it is released; it loses its blocks. Not during a step."""
+        request = self.requests[request_id]
+        if request_id in self.held:
+            return
+        if request.state is RequestState.RUNNING:
+            self._preempt(request)
+        self.waiting.remove(request)
+        self.held[request_id] = request
+        self._check_if_debug()
+
+    def release(self, request_id: int) -> None:
+        """Let a held request wait again, before those that never ran; no effect on others."""
+        request = self.held.pop(request_id, None)
+        if request is not None:
+            self.waiting.push_front(request)
+            self._check_if_debug()
+
     def finish(self, request_id: int) -> None:
         """Drop a request, finished or aborted, and free its blocks; no effect on an unknown id."""
         request = self.requests.get(request_id)
@@ -267,9 +286,10 @@ class Scheduler:
         waiting = {request.request_id: request for request in self.waiting}
         assert len(waiting) == len(self.waiting), "the waiting queue miscounts"
         assert not waiting.keys() & self.running.keys(), "a request waits and runs"
-        assert waiting | self.running == self.requests, "a request is neither waiting nor running"
+        assert not self.held.keys() & (waiting.keys() | self.running.keys()), "a held request waits or runs"
+        assert waiting | self.running | self.held == self.requests, "a request is in no place"
         assert self.manager.requests == self.running, "blocks are held by requests that do not run"
-        for request in waiting.values():
+        for request in (*waiting.values(), *self.held.values()):
             assert request.state in (RequestState.WAITING, RequestState.PREEMPTED)
             assert request.num_computed_tokens == 0, f"request {request.request_id} waits, not at 0"
         for request in self.running.values():
@@ -429,7 +449,7 @@ class Scheduler:
         output.copies = [copy for copies in step.copies.values() for copy in copies]
         if output.scheduled:
             self._step = step
-        elif self.requests:
+        elif len(self.requests) > len(self.held):
             raise EngineError(f"no request can make progress; the scheduler's state: {describe(self)}")
 
     def _end_step(self, output: SchedulerOutput) -> _Step | None:
@@ -453,7 +473,7 @@ class Scheduler:
         del self.requests[request.request_id]
         if request.state is RequestState.RUNNING:
             self._leave_running(request)
-        else:
+        elif self.held.pop(request.request_id, None) is None:
             self.waiting.remove(request)
         request.state = RequestState.FINISHED
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from batchgen.core.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
+from batchgen.engine.isolation import Isolation, StepFailed, error_of_row, is_of_a_row, out_of_memory
 from batchgen.engine.runner import ModelRunner
 from batchgen.sampling.sampler import SamplingRow, finite_rows, sample
 from batchgen.text.stop import Finish, StopChecker, StopRules
@@ -45,6 +46,15 @@ class _Live:
     reported: int
     added: float
     started: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """What a step has sampled: a token for each of `requests`; of `nonfinite` the logits are not finite."""
+
+    requests: list[Request]
+    tokens: list[int]
+    nonfinite: list[Request]
 
 
 @dataclass(slots=True)
@@ -87,6 +97,7 @@ class EngineCore:
         self.on_step: Callable[[list[int]], None] | None = None
         """Called with the requests of a step before it is computed."""
         self._live: dict[int, _Live] = {}
+        self._isolation = Isolation(scheduler)
         self._rules_of: dict[SamplingParams, StopRules] = {}
 
     @property
@@ -140,11 +151,29 @@ class EngineCore:
         if not self._live:
             return []
         now = time.monotonic()
-        planned, logits = self._execute()
+        if self._isolation.active:
+            self._isolation.prepare()
+        try:
+            planned, sampled = self._execute()
+        except StepFailed as failure:
+            if not is_of_a_row(failure.error):
+                raise failure.error from None
+            logger.exception("a step of %d requests failed", len(failure.requests))
+            self._isolation.failed(failure, self.scheduler.requests)
+            return self._settle()
         self._note_started(planned, now)
         self.counters.steps += 1
         self.counters.computed += planned.total_tokens
-        return self._finalize(planned, logits)
+        outputs = self._finalize(planned, sampled)
+        if self._isolation.active:
+            self._isolation.succeeded(self.scheduler.requests)
+            outputs += self._settle()
+        return outputs
+
+    def _settle(self) -> list[Output]:
+        """End the requests that were found to make a step fail, if that is known now."""
+        errors = self._isolation.settle(has_worked=self.counters.steps > 0)
+        return [self.fail(request_id, error) for request_id, error in errors.items()]
 
     def _note_started(self, planned: SchedulerOutput, now: float) -> None:
         for scheduled in planned.scheduled:
@@ -152,19 +181,22 @@ class EngineCore:
             if live is not None and live.started is None:
                 live.started = now
 
-    def _execute(self) -> tuple[SchedulerOutput, torch.Tensor]:
-        """Schedule and compute one step; in smaller pieces where memory does not suffice."""
+    def _execute(self) -> tuple[SchedulerOutput, _Sampled]:
+        """Schedule, compute and sample one step; in smaller pieces where memory does not suffice."""
         budget: int | None = None
         while True:
             planned = self.scheduler.schedule(budget)
             if self.on_step is not None:
                 self.on_step([s.request.request_id for s in planned.scheduled])
             try:
-                return planned, self.runner.execute(planned)
+                return planned, self._sample(planned, self.runner.execute(planned))
             except BaseException as error:
                 self.scheduler.rollback(planned)
-                if not _out_of_memory(error) or planned.total_tokens == 1:
+                if not isinstance(error, Exception):
                     raise
+                if not out_of_memory(error) or planned.total_tokens == 1:
+                    ids = [s.request.request_id for s in planned.scheduled]
+                    raise StepFailed(ids, error) from error
                 budget = planned.total_tokens // 2
                 logger.warning("a step of %d tokens ran out of memory, halved", planned.total_tokens)
 
@@ -204,22 +236,33 @@ class EngineCore:
         self._live.clear()
         self.runner.close()
 
-    def _finalize(self, planned: SchedulerOutput, logits: torch.Tensor) -> list[Output]:
+    def _sample(self, planned: SchedulerOutput, logits: torch.Tensor) -> _Sampled:
         samplers = [s for s in planned.scheduled if s.samples]
         finite = finite_rows(logits).tolist()
         healthy = [s for s, ok in zip(samplers, finite, strict=True) if ok]
         if not all(finite):
             logits = logits[torch.tensor(finite)]
         tokens = sample(logits, [self._sampling_row(s) for s in healthy]) if healthy else []
-        outputs = [self._nonfinite(s.request) for s, ok in zip(samplers, finite, strict=True) if not ok]
-        sampled = {s.request.request_id: t for s, t in zip(healthy, tokens, strict=True)}
-        self.scheduler.update(planned, sampled)
-        for s in healthy:
+        bad = [s.request for s, ok in zip(samplers, finite, strict=True) if not ok]
+        return _Sampled([s.request for s in healthy], tokens, bad)
+
+    def _finalize(self, planned: SchedulerOutput, sampled: _Sampled) -> list[Output]:
+        outputs = [self._nonfinite(request) for request in sampled.nonfinite]
+        tokens = {r.request_id: t for r, t in zip(sampled.requests, sampled.tokens, strict=True)}
+        self.scheduler.update(planned, tokens)
+        for request in sampled.requests:
             # Whoever shared blocks with a poisoned request was preempted, its token dropped.
-            if s.request.state is RequestState.RUNNING:
+            if request.state is RequestState.RUNNING:
                 self.counters.sampled += 1
-                outputs += self._check_stop(s.request)
+                outputs += self._stopped(request)
         return outputs
+
+    def _stopped(self, request: Request) -> list[Output]:
+        try:
+            return list(self._check_stop(request))
+        except Exception as error:
+            logger.exception("the stop conditions of request %d failed", request.request_id)
+            return [self.fail(request.request_id, error_of_row(error))]
 
     def _rules(self, sampling: SamplingParams) -> StopRules:
         """Stop rules are costly to make and the same for nearly all rows of a job."""
@@ -284,10 +327,3 @@ def _clip(sampling: SamplingParams, room: int) -> SamplingParams:
     if sampling.max_tokens <= room:
         return sampling
     return dataclasses.replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    """Whether torch or Python could not get memory; torch's CPU allocator has no exception of its own."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )

@@ -73,6 +73,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def preempt(self, index):
         self.sim.preempt(index)
 
+    @rule(kept=small, steps=st.integers(1, 4))
+    def run_apart(self, kept, steps):
+        """Only one request runs; then all do again."""
+        scheduler = self.sim.scheduler
+        ids = list(scheduler.requests)
+        for request_id in ids[:kept] + ids[kept + 1 :]:
+            scheduler.hold(request_id)
+        for _ in range(steps):
+            ran = {s.request.request_id for s in self.sim.step().scheduled}
+            assert ran <= set(ids[kept : kept + 1])
+        for request_id in list(scheduler.held):
+            scheduler.release(request_id)
+
     @rule(index=small, token=st.integers(0, 2), extra=st.integers(1, 8))
     def fork(self, index, token, extra):
         self.sim.fork(index, token, extra)

@@ -11,7 +11,9 @@ from engine_harness import make_engine, run
 from tiny_models import save_tiny_llama
 
 from batchgen.core.scheduler import SchedulerOutput
-from batchgen.types import ErrorClass, FinishReason, Request, SamplingParams
+from batchgen.engine import core as core_module
+from batchgen.sampling.sampler import SamplingRow
+from batchgen.types import EngineError, ErrorClass, FinishReason, Request, RowError, SamplingParams
 
 EOS = 258
 
@@ -115,30 +117,73 @@ def test_a_step_without_memory_is_halved_and_repeated(
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 
 
-def test_another_failure_leaves_the_engine_usable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bad", [(), (1,), (0, 3)])
+def test_a_row_that_makes_steps_raise_is_an_error_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, bad: tuple[int, ...]
+) -> None:
+    """A failure that does not come back costs no row; rows of which each raises alone are errors."""
     expected = run(make_engine(folder), prompts(), SamplingParams(max_tokens=8))
     engine = make_engine(folder)
     execute = engine.core.runner.execute
-    failures = iter([False, True, False, True])
+    failures = iter([False, True, False, False, False, True])
 
     def flaky(output: SchedulerOutput) -> torch.Tensor:
-        if next(failures, False):
-            raise RuntimeError("a failing device")
+        rows = {s.request.request_id for s in output.scheduled if s.start + s.num_tokens >= 4}
+        if rows & set(bad) or (not bad and next(failures, False)):
+            raise RuntimeError("a strange row")
         return execute(output)
 
     monkeypatch.setattr(engine.core.runner, "execute", flaky)
-    for row, prompt in enumerate(prompts()):
-        engine.core.add(Request(row, list(prompt), SamplingParams(max_tokens=8)))
-    done = {}
-    failed = 0
-    while engine.core.num_unfinished:
-        try:
-            for output in engine.core.step():
-                done[output.request_id] = output.token_ids
-        except RuntimeError:
-            failed += 1
-    assert failed == 2
-    assert [done[row] for row in range(len(prompts()))] == [o.token_ids for o in expected]
+    outputs = run(engine, prompts(), SamplingParams(max_tokens=8))
+    for row, (output, right) in enumerate(zip(outputs, expected, strict=True)):
+        if row in bad:
+            assert output.error == RowError(
+                ErrorClass.INTERNAL, "the engine failed on this row alone: RuntimeError: a strange row"
+            )
+        else:
+            assert output.token_ids == right.token_ids
+
+
+def test_a_fault_in_the_sampling_of_a_row_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(folder)
+    real = core_module.sample
+
+    def picky(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+        if any(row.request_id == 2 for row in rows):
+            raise ValueError("no such distribution")
+        return real(logits, rows)
+
+    monkeypatch.setattr(core_module, "sample", picky)
+    outputs = run(engine, prompts(), SamplingParams(max_tokens=4))
+    assert [o.request_id for o in outputs if not o.ok] == [2]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("everything fails"), EngineError("gone")])
+def test_an_engine_that_fails_on_every_row_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    engine = make_engine(folder)
+
+    def broken(output: SchedulerOutput) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(engine.core.runner, "execute", broken)
+    with pytest.raises(type(error), match=str(error)):
+        run(engine, prompts(), SamplingParams(max_tokens=4))
+
+
+def test_one_row_without_memory_is_an_error_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(folder)
+    execute = engine.core.runner.execute
+
+    def hungry(output: SchedulerOutput) -> torch.Tensor:
+        if any(s.request.request_id == 1 for s in output.scheduled):
+            raise MemoryError
+        return execute(output)
+
+    monkeypatch.setattr(engine.core.runner, "execute", hungry)
+    outputs = run(engine, prompts(), SamplingParams(max_tokens=4))
+    assert [o.error and o.error.error_class for o in outputs if not o.ok] == [ErrorClass.ENGINE_OOM]
 
 
 def test_partials_are_reported_once_and_in_order(folder: Path) -> None:
