@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 from batchgen.core.stats import SchedulerStats
 from batchgen.dist.channel import Channel, ChannelClosed, die_with_parent
+from batchgen.dist.duplicates import DedupingCore
 from batchgen.dist.included import Included
 from batchgen.dist.intake import Closed, Intake
 from batchgen.dist.row_clock import RowClock
@@ -111,7 +112,10 @@ class WorkerLoop:
         self._channel = channel
         self._counters = CounterWriter(config["counters"])
         self._engine = build(config)
-        self._core = self._engine.core
+        self._core: Core = self._engine.core
+        if config.get("dedupe"):
+            # A canary must show that the engine works, not that it has worked before.
+            self._core = DedupingCore(self._core, lambda row: row == self._intake.canary)
         self._max_seqs = self._engine.max_num_seqs
         self._core.on_step = self._begin_step
         timeout = config.get("row_timeout")

@@ -202,6 +202,7 @@ class InputSpec(Section):
         Annotated[str, AfterValidator(_row_range)] | None,
         Rule("null or a range of rows such as 0:1000, 500: or :500 (the row after the colon is not in it)"),
     ] = None
+    dedupe: Annotated[Literal["none", "prompt"], Rule("none or prompt")] = "none"
     limit: Annotated[Count | None, Rule(f"null or {COUNT}")] = None
     grow: Annotated[Literal["refuse", "append"], Rule("refuse or append")] = "refuse"
     on_bad_row: Annotated[Literal["record", "stop"], Rule("record or stop")] = "record"

@@ -31,6 +31,7 @@ def worker_config(spec: JobSpec, prompt: PromptSpec, commit: str | None = None) 
         "prompt": prompt.to_dict(),
         "sampling": spec.sampling.model_dump(mode="json", exclude={"per_row", "turns"}),
         "order": spec.run.order,
+        "dedupe": spec.input.dedupe == "prompt",
         "row_timeout": spec.run.row_timeout,
         "include": [key for key in INCLUDED if key in spec.output.include],
         "engine": {
