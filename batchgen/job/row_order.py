@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 OrderKey = Callable[[int, Iterable[Any], int], Any]
@@ -43,3 +44,13 @@ def _flat(value: Any) -> bytes:
 
 ORDERS: Mapping[str, OrderKey] = {"input": _by_input, "prefix": _by_prefix, "length": _by_length}
 """`prefix` puts rows with equal beginnings together, `length` the longest first."""
+
+
+def shuffled(seed: int) -> OrderKey:
+    """The order of `input.shuffle`: by a hash of the row's ordinal, the same in every attempt."""
+    key = seed.to_bytes(8, "little")
+
+    def by_hash(row: int, values: Iterable[Any], size: int) -> bytes:
+        return blake2b(row.to_bytes(8, "little"), digest_size=8, key=key).digest()
+
+    return by_hash

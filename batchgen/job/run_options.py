@@ -102,6 +102,7 @@ class RunOptions:
         window_parts: most parts that are open at a time; None: as many as keep the workers busy.
         in_flight_bytes: most bytes of rows that are with workers; as many may wait for them.
         order: of the rows in the open window: one of `row_order.ORDERS`.
+        shuffle: seed of another order, if the rows are to be shuffled.
         priority: column of the rows' priority.
         poison: find out which row kills the engine and make it an error row; else such a row ends the run.
         hang_seconds: a worker that says nothing for so long while rows are with it is killed.
@@ -124,6 +125,7 @@ class RunOptions:
     window_parts: int | None = None
     in_flight_bytes: int = 64 * 1024 * 1024
     order: str = "prefix"
+    shuffle: int | None = None
     priority: str | None = None
     poison: bool = True
     hang_seconds: float = 600.0
@@ -261,6 +263,7 @@ def options_from_spec(
         # One engine uses every core of a CPU; several are for devices.
         workers=1 if run.workers == "auto" else run.workers,
         order=run.order,
+        shuffle=None if spec.input.shuffle is None else spec.input.shuffle["seed"],
         priority=run.priority,
         poison=run.poison == "bisect",
         gates=tuple(Gate.parse(measure, condition) for measure, condition in (run.gates or {}).items()),

@@ -204,6 +204,10 @@ class InputSpec(Section):
     ] = None
     dedupe: Annotated[Literal["none", "prompt"], Rule("none or prompt")] = "none"
     limit: Annotated[Count | None, Rule(f"null or {COUNT}")] = None
+    shuffle: Annotated[
+        Annotated[dict[Literal["seed"], Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)] | None,
+        Rule("null or a seed, such as {seed: 0}"),
+    ] = None
     grow: Annotated[Literal["refuse", "append"], Rule("refuse or append")] = "refuse"
     on_bad_row: Annotated[Literal["record", "stop"], Rule("record or stop")] = "record"
     on_truncated: Annotated[Literal["stop", "keep"], Rule("stop or keep")] = "stop"

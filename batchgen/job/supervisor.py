@@ -27,7 +27,7 @@ from batchgen.job.poison import Suspects, guilty_result
 from batchgen.job.pool import RowPool
 from batchgen.job.progress import Progress, save_progress
 from batchgen.job.recovery import OpenJob
-from batchgen.job.row_order import ORDERS
+from batchgen.job.row_order import ORDERS, shuffled
 from batchgen.job.run_options import Launcher, RunOptions
 from batchgen.job.run_stats import RowStats
 from batchgen.job.window import OpenPart, Pending, Window
@@ -94,7 +94,7 @@ class Supervisor:
             part_rows=job.manifest.part_rows,
             selection=job.selection,
             columns=columns,
-            order=ORDERS[options.order],
+            order=ORDERS[options.order] if options.shuffle is None else shuffled(options.shuffle),
             priority=options.priority,
             committed=job.parts.committed,
             replaced=job.replaced,

@@ -16,7 +16,6 @@ MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("model", "quantization"): (None,),
     ("model", "adapter"): (None,),
     ("model", "trust_remote_code"): (False,),
-    ("input", "shuffle"): (None,),
     ("prompt", "images"): (None,),
     ("sampling", "n"): (1,),
     ("sampling", "logprobs"): (None,),

@@ -30,7 +30,8 @@ def worker_config(spec: JobSpec, prompt: PromptSpec, commit: str | None = None) 
         "generation_defaults": spec.model.generation_defaults,
         "prompt": prompt.to_dict(),
         "sampling": spec.sampling.model_dump(mode="json", exclude={"per_row", "turns"}),
-        "order": spec.run.order,
+        # What is shuffled stays in the order in which it arrives.
+        "order": spec.run.order if spec.input.shuffle is None else "input",
         "dedupe": spec.input.dedupe == "prompt",
         "row_timeout": spec.run.row_timeout,
         "include": [key for key in INCLUDED if key in spec.output.include],
