@@ -10,7 +10,7 @@ KILLS ?= 40
 ROWS ?= 4000
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity invariance properties fuzz storm storm-fake memory bench audit clean
+.PHONY: help venv demo test ci lint unit parity invariance properties fuzz storm storm-fake memory job-side bench audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -73,6 +73,9 @@ storm-fake: $(VENV)/.installed ## 40 SIGKILLs of a job with the fake engine; by 
 
 memory: $(MODEL) ## resident memory over 20,000 rows
 	$(BIN)/python tests/e2e/memory_growth.py
+
+job-side: $(VENV)/.installed ## what reading, sending, journal and parts cost a row, with the fake engine
+	$(BIN)/python tests/bench/job_side.py
 
 bench: $(MODEL) $(HUMANEVAL) ## tokens/s beside transformers' generate, on an idle machine
 	$(BIN)/python tests/bench/versus_generate.py

@@ -151,10 +151,10 @@ class Suspects:
         return None
 
     def _load(self) -> None:
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
             kept: Mapping[str, Any] = json.loads(self._path.read_bytes())
-            self._deaths_alone = {int(row): int(deaths) for row, deaths in kept["deaths_alone"].items()}
-            self._expected = set(map(int, kept["rows"]))
+            deaths = {int(row): int(count) for row, count in kept["deaths_alone"].items()}
+            self._expected, self._deaths_alone = set(map(int, kept["rows"])), deaths
 
     def _save(self) -> None:
         """Raises StorageError."""
