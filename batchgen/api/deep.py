@@ -29,7 +29,7 @@ def verify_deep(folder: Path, count: int, report: VerifyReport, launch: Launcher
     Raises:
         BatchgenError: the job of the folder cannot be run here.
     """
-    from batchgen.cli import checks
+    from batchgen.api import checks
     from batchgen.dist.handle import launch_worker
 
     with ExitStack() as stack:

@@ -14,8 +14,8 @@ from batchgen.job.load import Override, job_from_values, load_job
 from batchgen.types import BatchgenError
 
 if TYPE_CHECKING:
-    from batchgen.cli.checks import Prepared
-    from batchgen.cli.progress import Display
+    from batchgen.api.checks import Prepared
+    from batchgen.api.progress import Display
     from batchgen.job.progress import Progress
     from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
     from batchgen.job.spec import JobSpec
@@ -85,7 +85,7 @@ class Job:
 
     def validate(self) -> list[BatchgenError]:
         """What is wrong with the job, as far as it can be known without the model's weights."""
-        from batchgen.cli import checks
+        from batchgen.api import checks
 
         report = checks.Report()
         with closing(checks.check_job(self.spec, report, rows_for_ids=checks.ROWS_FOR_IDS)) as found:
@@ -148,8 +148,8 @@ def drive(
         spec: the job.
         prepare: from what the checks opened to what the supervisor needs.
     """
-    from batchgen.cli import checks
-    from batchgen.cli.progress import make_progress
+    from batchgen.api import checks
+    from batchgen.api.progress import make_progress
     from batchgen.job.metrics import serve_metrics
     from batchgen.job.run_options import options_from_spec
     from batchgen.job.stop_signals import stoppable
@@ -190,7 +190,7 @@ def _run(
     observers: Sequence[Callable[[Progress], None]],
     launch: Launcher | None,
 ) -> RunResult:
-    from batchgen.cli.progress import Tally
+    from batchgen.api.progress import Tally
     from batchgen.dist.handle import launch_worker
     from batchgen.job.remote import run_job_anywhere
 
@@ -213,7 +213,7 @@ def _run(
 
 def setup_of(spec: JobSpec, found: Prepared) -> JobSetup:
     """From a job that was checked to what the supervisor needs."""
-    from batchgen.cli.checks import model_files
+    from batchgen.api.checks import model_files
     from batchgen.job.fingerprints import fingerprint
     from batchgen.job.run_options import setup_from_spec
     from batchgen.job.worker_config import worker_config

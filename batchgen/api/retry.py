@@ -16,8 +16,8 @@ from batchgen.job.manifest import require_manifest
 from batchgen.types import UsageError
 
 if TYPE_CHECKING:
-    from batchgen.cli.checks import Prepared
-    from batchgen.cli.progress import Display
+    from batchgen.api.checks import Prepared
+    from batchgen.api.progress import Display
     from batchgen.job.run_options import JobSetup, Launcher
     from batchgen.job.spec import JobSpec
 

@@ -26,10 +26,10 @@ def command(job: Path, sets: tuple[str, ...], origin: bool, as_json: bool) -> in
 
     What came from the environment is shown as the job file has it. Without --origin the output is a job file.
     """
-    from batchgen.cli.terminal import safe
     from batchgen.job.load import load_job
     from batchgen.job.origins import all_origins
     from batchgen.job.resolved import dump_yaml, resolved_dict
+    from batchgen.text.terminal import safe
 
     spec = load_job(job, sets)
     values, origins = resolved_dict(spec), all_origins(spec)
@@ -45,7 +45,7 @@ def command(job: Path, sets: tuple[str, ...], origin: bool, as_json: bool) -> in
 
 def _fill_sampling(spec: JobSpec, sampling: dict[str, Any], origins: dict[str, str]) -> None:
     """Fill nulls as the first attempt will, if the model's configuration can be had."""
-    from batchgen.cli.checks import find_model, recorded_commit
+    from batchgen.api.checks import find_model, recorded_commit
     from batchgen.sampling.resolve import NEUTRAL as NEUTRAL_VALUES
     from batchgen.sampling.resolve import generation_defaults, read_generation_config
     from batchgen.types import BatchgenError

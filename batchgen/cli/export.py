@@ -52,9 +52,9 @@ def command(
 
     Nothing in the folder is changed or locked. Rows come in input order.
     """
-    from batchgen.cli.terminal import safe
     from batchgen.job import export, folder_rows
     from batchgen.job.run_options import model_label
+    from batchgen.text.terminal import safe
 
     if csv_safe and format_ != "csv":
         raise click.UsageError("--csv-safe is for --format csv")
@@ -105,6 +105,6 @@ def _resolved_job(folder: Path, *, required: bool) -> JobSpec | None:
 
 
 def _inputs(spec: JobSpec) -> InputSet:
-    from batchgen.cli.checks import open_job_input
+    from batchgen.api.checks import open_job_input
 
     return open_job_input(spec)

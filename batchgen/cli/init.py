@@ -25,8 +25,8 @@ def command(place: str, given: str | None, model: str | None, output: str) -> in
 
     Looks at the first rows of the input and proposes how they become prompts.
     """
-    from batchgen.cli.terminal import safe
     from batchgen.job.scaffold import Proposal, job_text
+    from batchgen.text.terminal import safe
 
     file = Path(place, FILE_NAME) if os.path.isdir(place) or place.endswith(os.sep) else Path(place)
     proposal = Proposal() if given is None else _proposal(given, model)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 import batchgen
-from batchgen.cli.terminal import safe
+from batchgen.text.terminal import safe
 from batchgen.types import BatchgenError
 
 if TYPE_CHECKING:

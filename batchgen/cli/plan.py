@@ -13,7 +13,7 @@ import click
 from batchgen.cli.options import AS_JSON, JOB, SET, print_json
 
 if TYPE_CHECKING:
-    from batchgen.cli.checks import Prepared, Report
+    from batchgen.api.checks import Prepared, Report
     from batchgen.data.row import Row
     from batchgen.data.source import InputSet
     from batchgen.job.fingerprints import Fingerprints
@@ -48,7 +48,7 @@ def command(job: Path, full: bool, sample: int, sets: tuple[str, ...], as_json: 
     beginnings, disk, and what `run` would do with what the output folder holds. The exit code is what `run`
     would end with before it loads weights: 0, 2, 3, 4 or 5.
     """
-    from batchgen.cli import checks
+    from batchgen.api import checks
     from batchgen.job.load import load_job
 
     spec = load_job(job, sets)
@@ -90,7 +90,7 @@ def _judge(spec: JobSpec, plan: Mapping[str, Any], report: Report) -> None:
 
 
 def _plan(spec: JobSpec, found: Prepared, report: Report, sample: int | None) -> dict[str, Any]:
-    from batchgen.cli import checks
+    from batchgen.api import checks
     from batchgen.job.plan import Outlook, make_plan
     from batchgen.job.plan_rows import scan_rows
     from batchgen.job.selection import Selection
@@ -217,7 +217,7 @@ def _folder(spec: JobSpec, found: Prepared, report: Report) -> FolderOutlook | N
 
 def _fingerprints(spec: JobSpec, found: Prepared, report: Report) -> Fingerprints | None:
     """Of the job; None where its weights are not here to be compared."""
-    from batchgen.cli.checks import model_files
+    from batchgen.api.checks import model_files
     from batchgen.job.fingerprints import fingerprint
     from batchgen.types import UsageError
 
@@ -245,7 +245,7 @@ def _max_model_len(spec: JobSpec, found: Prepared, folder: FolderOutlook | None)
 
 
 def _print(plan: Mapping[str, Any]) -> None:
-    from batchgen.cli.terminal import safe_line
+    from batchgen.text.terminal import safe_line
 
     for line in _lines(plan):
         click.echo(safe_line(line))
@@ -311,7 +311,7 @@ def _finding_lines(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _resume_lines(plan: Mapping[str, Any]) -> Iterator[str]:
-    from batchgen.cli.progress import clock
+    from batchgen.api.progress import clock
 
     resume, left = plan["resume"], _number(plan["rows"]["left"])
     sentence = {

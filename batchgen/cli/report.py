@@ -26,11 +26,11 @@ def command(folder: Path, other: Path | None, as_json: bool) -> int:
     With --compare they are called compare.html and compare.json. With --json nothing is written to the
     folder: the report goes to standard output.
     """
-    from batchgen.cli.terminal import safe_line
     from batchgen.job.report.collect import collect_report
     from batchgen.job.report.compare import compare
     from batchgen.job.report.page import outputs_line, verdict_line
     from batchgen.job.report.write import report_json, write_report
+    from batchgen.text.terminal import safe_line
     from batchgen.types import StorageError
 
     if not as_json:

@@ -39,7 +39,7 @@ def command(job: Path, row: int | None, row_id: str | None, sets: tuple[str, ...
 
 
 def _explain(job: Path, sets: tuple[str, ...], number: int | None, row_id: str | None) -> dict[str, Any]:
-    from batchgen.cli import checks
+    from batchgen.api import checks
     from batchgen.data.prompt_values import prompt_values
     from batchgen.job.load import load_job
     from batchgen.text.prompt import Explanation, PromptRenderer
@@ -130,7 +130,7 @@ def _overridden(sampling: SamplingParams, spec: JobSpec, folder: Path | None) ->
 
 
 def _print(shown: dict[str, Any]) -> None:
-    from batchgen.cli.terminal import safe
+    from batchgen.text.terminal import safe
 
     place = f"{shown['file']} line {shown['line']}" if shown["line"] else shown["file"]
     lines = [f"row {shown['row']}, id {shown['id']!r}, {place}"]

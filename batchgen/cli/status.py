@@ -115,7 +115,7 @@ def _screen_for(stream: TextIO) -> _Screen:
 
 def summary(status: JobStatus) -> str:
     """One line about a job that runs."""
-    from batchgen.cli.progress import clock
+    from batchgen.api.progress import clock
 
     return (
         f"{_rows(status)}, {status.rows_per_second:,.2f} rows/s, "
@@ -126,7 +126,7 @@ def summary(status: JobStatus) -> str:
 
 def describe(status: JobStatus) -> list[str]:
     """Lines about a job in any state; nothing in them can steer a terminal or pass for another line."""
-    from batchgen.cli.terminal import safe_line
+    from batchgen.text.terminal import safe_line
 
     return [safe_line(line) for line in _lines(status)]
 
@@ -163,7 +163,7 @@ def _rows(status: JobStatus) -> str:
 
 
 def _speed(status: JobStatus) -> list[str]:
-    from batchgen.cli.progress import clock
+    from batchgen.api.progress import clock
 
     progress = status.progress or {}
     hits = "" if status.prefix_hit_share is None else f", {status.prefix_hit_share:.0%} prefix hits"

@@ -11,7 +11,7 @@ import click
 from batchgen.cli.options import AS_JSON, JOB, SET, print_json
 
 if TYPE_CHECKING:
-    from batchgen.cli.checks import Report
+    from batchgen.api.checks import Report
 
 
 @click.command("validate", short_help="Check a job: file, paths, columns, template, permissions; no weights.")
@@ -33,7 +33,7 @@ def command(job: Path, sets: tuple[str, ...], as_json: bool) -> int:
 
 
 def _report(job: Path, sets: tuple[str, ...]) -> Report:
-    from batchgen.cli import checks
+    from batchgen.api import checks
     from batchgen.job.load import load_as_far_as_possible
 
     report = checks.Report()
@@ -77,7 +77,7 @@ def _to_json(report: Report) -> dict[str, object]:
 
 
 def _print(report: Report) -> None:
-    from batchgen.cli.terminal import safe
+    from batchgen.text.terminal import safe
 
     for note in report.notes:
         click.echo(safe(f"note: {note}"), err=True)

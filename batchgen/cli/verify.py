@@ -36,7 +36,7 @@ def command(launch: Launcher | None, folder: Path, deep: int | None, as_json: bo
     Input and model are compared with what they were, where they are still there. Exit code 8 means that
     something is wrong.
     """
-    from batchgen.cli.terminal import safe
+    from batchgen.text.terminal import safe
 
     report = _verify(folder)
     if deep is not None:
@@ -81,7 +81,7 @@ def _resolved_job(folder: Path, notes: list[str]) -> JobSpec | None:
 
 
 def _inputs(spec: JobSpec, notes: list[str]) -> InputSet | None:
-    from batchgen.cli.checks import open_job_input
+    from batchgen.api.checks import open_job_input
     from batchgen.types import BatchgenError
 
     try:
@@ -92,7 +92,7 @@ def _inputs(spec: JobSpec, notes: list[str]) -> InputSet | None:
 
 
 def _fingerprints(spec: JobSpec, inputs: InputSet, notes: list[str]) -> Fingerprints | None:
-    from batchgen.cli.checks import find_model, find_tokenizer, model_files, recorded_commit
+    from batchgen.api.checks import find_model, find_tokenizer, model_files, recorded_commit
     from batchgen.job.fingerprints import fingerprint
     from batchgen.types import BatchgenError
 

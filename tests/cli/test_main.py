@@ -12,7 +12,7 @@ import pytest
 import batchgen
 from batchgen.cli import main as cli
 from batchgen.cli import version
-from batchgen.cli.terminal import safe
+from batchgen.text.terminal import safe
 from batchgen.types import DriftError
 
 HEAVY = ("torch", "pyarrow", "transformers", "pydantic", "numpy", "yaml", "numba", "datasets")

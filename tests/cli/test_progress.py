@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from batchgen.cli.progress import Meter, Rates, Tally, describe, make_progress
+from batchgen.api.progress import Meter, Rates, Tally, describe, make_progress
 from batchgen.job.progress import Progress
 
 START = Progress(state="running", rows_total=100, rows_done=20, ok=20, rows_before=20)

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TextIO
 
-from batchgen.cli.terminal import safe
 from batchgen.job.progress import Progress
+from batchgen.text.terminal import safe
 
 PLAIN_SECONDS = 30.0
 JSON_SECONDS = 1.0
