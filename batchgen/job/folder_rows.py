@@ -24,6 +24,7 @@ from batchgen.job.manifest import require_manifest
 from batchgen.job.part_reader import read_records, records_of
 from batchgen.job.parts import PartCommit, recognise_parts
 from batchgen.job.replay import Replay, replay
+from batchgen.job.selection import Selection
 from batchgen.types import StorageError
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ class FolderRows:
 
     def _with_input(self, part: int, payloads: Mapping[int, bytes]) -> Iterator[Record]:
         assert self._inputs is not None
-        last = max(payloads)
+        selection = Selection.of(self.manifest.rows, self.manifest.limit)
+        first, last = selection.span(part, self.manifest.part_rows)[0], max(payloads)
         decisions = recorded_decisions(self._folder.index)
         for row in self._inputs.rows(self._index.nearest_start(part)):
             if row.ordinal > last:
@@ -116,7 +118,7 @@ class FolderRows:
                 if digest != row.digest:
                     raise changed_input(row.ordinal, 1, row.file)
                 yield row, RowResult.of(*values)
-            elif row.error is not None and row.ordinal >= part * self.manifest.part_rows:
+            elif row.error is not None and row.ordinal >= first:
                 yield row, RowResult.from_error(row.error)
 
     def _as_in_a_part(self, records: Iterator[Record]) -> Iterator[Record]:
