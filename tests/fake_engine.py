@@ -90,6 +90,7 @@ class Behaviour:
         faults: what goes wrong.
         state: folder of what must be known across processes: which of `Fault.times` have been.
         pinned: besides what is pinned anyway.
+        unpinned: what nobody has pinned yet differs from process to process.
         notes: for the user.
     """
 
@@ -100,6 +101,7 @@ class Behaviour:
     faults: tuple[Fault, ...] = ()
     state: str | None = None
     pinned: Mapping[str, Any] = field(default_factory=dict)
+    unpinned: bool = False
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -355,7 +357,8 @@ def build(config: Mapping[str, Any]) -> ReadyEngine:
         if fault.at_start and _once_more(fault, behaviour):
             commit(fault)
     max_num_seqs = config["engine"].get("max_num_seqs") or 256
-    pinned = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "generation_defaults": {}}
+    length = MAX_MODEL_LEN + (os.getpid() if behaviour.unpinned else 0)
+    pinned = {"dtype": "float32", "max_model_len": length, "generation_defaults": {}}
     return ReadyEngine(
         core=FakeCore(behaviour, max_num_seqs),
         renderer=renderer,

@@ -121,7 +121,8 @@ class OpenJob:
                 + "\n".join(differences)
                 + "\nRun where they can be repeated, or start over with --overwrite."
             )
-        changed = diff(manifest.facts, facts)
+        # How much memory there is for the cache changes no bits.
+        changed = diff({**manifest.facts, "num_blocks": None}, {**facts, "num_blocks": None})
         if changed:
             say(
                 "what runs the model differs from the first attempt, so new rows may differ in their bits "

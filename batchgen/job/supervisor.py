@@ -124,6 +124,7 @@ class Supervisor:
             options.hang_seconds,
         )
         self._apart: WorkerState | None = None
+        self._notes: set[str] = set()
         self._most_workers = options.workers
         self._uncommitted = _Uncommitted()
         self._assembler = Assembler(job)
@@ -194,12 +195,18 @@ class Supervisor:
         for worker in self._fleet:
             if worker.ready and not worker.stop_sent:
                 self._give(worker)
-        starting = sum(not worker.ready for worker in self._fleet)
-        while len(self._fleet) < self._most_workers and len(self._pool) + len(self._suspects) > starting:
-            self._fleet.start(dict(self._job.manifest.pinned) or None)
-            starting += 1
+        self._start_workers()
         if self._pool.starved:
             self._hurry()
+
+    def _start_workers(self) -> None:
+        """As many as there are rows for; the first of a job alone, because the others repeat its choices."""
+        pinned = dict(self._job.manifest.pinned) or None
+        most = self._most_workers if pinned else 1
+        starting = sum(not worker.ready for worker in self._fleet)
+        while len(self._fleet) < most and len(self._pool) + len(self._suspects) > starting:
+            self._fleet.start(pinned)
+            starting += 1
 
     def _give(self, worker: WorkerState) -> None:
         if self._apart is None and self._suspects and not worker.busy:
@@ -301,7 +308,9 @@ class Supervisor:
         self._attempt.facts = message["facts"]
         self._attempt.save(self._job.folder)
         for note in message["notes"]:
-            self._say(note)
+            if note not in self._notes:
+                self._notes.add(note)
+                self._say(note)
         worker.ready = True
         if self._ready_at is None:
             self._ready_at = time.monotonic()

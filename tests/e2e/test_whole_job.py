@@ -168,6 +168,13 @@ def test_a_killed_worker_is_replaced(model: Path, tmp_path: Path, undisturbed: d
     assert digests(tmp_path) == undisturbed
 
 
+def test_two_workers_write_the_same_bytes(model: Path, tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    done = batchgen("run", write_job(tmp_path, model, make_lines(60)), "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    assert digests(tmp_path) == undisturbed
+    assert done.stderr.count("batch-invariant: ") == 1
+
+
 def test_sigterm_commits_and_exits_75(model: Path, tmp_path: Path, undisturbed: dict[str, str]) -> None:
     job = write_job(tmp_path, model, make_lines(60), run={"grace": "10s", "checkpoint_seconds": 0.2,
                     "progress": "none", "min_free_disk": "1MB"})  # fmt: skip
