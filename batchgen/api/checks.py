@@ -420,7 +420,7 @@ def _scan(inputs: InputSet, selection: Selection, most: int, *, with_ids: bool) 
             scan.first_unanswered = scan.first_unanswered or row.error.message
         elif row.error is not None:
             scan.bad += 1
-            scan.first_bad = scan.first_bad or f"{_where(row)}: {row.error.message}"
+            scan.first_bad = scan.first_bad or _placed(row, row.error.message)
         elif with_ids and row.id in seen:
             scan.twice.append(f"id {row.id!r} at {seen[row.id]} and {_where(row)}")
         elif with_ids:
@@ -491,6 +491,12 @@ def _judge_unanswered(scan: _Scan) -> None:
     """An expression that says nothing of any row is wrong; of a few rows, the rows are."""
     if scan.unanswered + scan.bad == scan.selected == scan.read:
         raise UsageError(f"{scan.first_unanswered}; it has no answer for any of the first {scan.read:,} rows")
+
+
+def _placed(row: Row, message: str) -> str:
+    """A message with its row's place, which the messages of some readers begin with."""
+    place = _where(row)
+    return message if message.startswith(place) else f"{place}: {message}"
 
 
 def _where(row: Row) -> str:

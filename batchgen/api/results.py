@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.job.folder import JobFolder
 from batchgen.job.manifest import require_manifest
+from batchgen.job.part_reader import open_lines
 from batchgen.job.parts import Counts, recognise_parts
 from batchgen.types import Status
 
@@ -121,9 +122,8 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
             for batch in parquet.iter_batches():
                 yield from batch.to_pylist()
     else:
-        with _text(file) as lines:
-            for line in lines:
-                yield json.loads(line)
+        with open_lines(file) as lines:
+            yield from map(json.loads, lines)
 
 
 def _table(file: Path, columns: Sequence[str] | None) -> pa.Table:
@@ -134,10 +134,3 @@ def _table(file: Path, columns: Sequence[str] | None) -> pa.Table:
         return pq.read_table(file, columns=columns, partitioning=None)
     table = pa.Table.from_pylist(list(_rows(file)))
     return table if columns is None else table.select(list(columns))
-
-
-def _text(file: Path) -> Any:
-    import pyarrow as pa
-
-    # Known by its name: .jsonl, .jsonl.gz, .jsonl.zst.
-    return pa.input_stream(str(file), compression="detect")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.api.job import JobResult, drive, setup_of
 from batchgen.data.urls import is_url
+from batchgen.job.condition import Condition
 from batchgen.job.folder import JobFolder
 from batchgen.job.load import Override, load_job
 from batchgen.job.manifest import require_manifest
@@ -49,6 +50,9 @@ def retry(
     Raises:
         BatchgenError: as of `Job.run`.
     """
+    if where is not None:
+        # Before anything is read or locked; what the output lacks is found when it is open.
+        Condition.parse(where)
     places, changes = _split(sets)
     place = str(folder) if is_url(str(folder)) else str(Path(folder).absolute())
     with _at_hand(place) as here:

@@ -51,6 +51,17 @@ class _Verbs(click.Group):
         command: click.Command = importlib.import_module(f"batchgen.cli.{name}").command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], VERBS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(VERBS)}"
+            ctx.fail(f"no verb {args[0]!r}; {hint}")
+        return super().resolve_command(ctx, args)
+
 
 @click.command(
     cls=_Verbs,

@@ -53,3 +53,15 @@ def needs_local(what: str) -> None:
 def print_json(value: Any) -> None:
     """One JSON document on stdout; ASCII, so that no terminal is steered by what is in it."""
     click.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def human_size(count: int | None) -> str:
+    """`812 B`, `3.4 MB`, `1.2 TB`."""
+    if count is None:
+        return "?"
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 999.5 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchgen.cli.options import AS_JSON, JOB, SET, print_json
+from batchgen.cli.options import AS_JSON, JOB, SET, human_size, print_json
 
 if TYPE_CHECKING:
     from batchgen.api.checks import Prepared, Report
@@ -258,17 +258,19 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
     about = "" if tokens["exact"] else "about "
     lengths = tokens["prompt_lengths"]
     yield (
-        f"prompts   {about}{_number(tokens['prompt'])} tokens; one has {lengths['mean']:,.0f} in the mean, "
-        f"{lengths['p50']:,.0f} in the median, {lengths['max']:,.0f} at most"
+        f"prompts   {about}{_number(tokens['prompt'])} tokens in all; a row has "
+        f"{lengths['mean']:,.0f} in the mean, {lengths['p50']:,.0f} in the median, "
+        f"{lengths['max']:,.0f} at most"
     )
     expected = tokens["output_expected"]
     yield f"outputs   at most {_number(tokens['output_at_most'])} tokens" + (
         "" if expected is None else f", {_number(expected)} if they are as long as those that are done"
     )
     if tokens["shared_prefix_share"] is not None:
-        yield f"prefixes  {tokens['shared_prefix_share']:.0%} of tokenized prompts begin as another one does"
+        share = f"{tokens['shared_prefix_share']:.0%}"
+        yield f"prefixes  {share} of prompt tokens are in beginnings that prompts share"
     yield from _finding_lines(plan)
-    yield f"disk      {_number(disk['needed'])} bytes needed ({disk['basis']}), {disk['free']:,} free"
+    yield f"disk      {human_size(disk['needed'])} needed ({disk['basis']}), {human_size(disk['free'])} free"
     yield from _resume_lines(plan)
     for fault in plan["faults"]:
         yield f"fault     {fault}"

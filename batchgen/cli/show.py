@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,5 +150,7 @@ def _print(shown: dict[str, Any]) -> None:
             lines.append(f"{shown['truncated_tokens']} tokens were cut to make the prompt fit")
     lines += ["", "sampling (* of this row)" if shown["overridden"] else "sampling"]
     for key, value in shown["sampling"].items():
-        lines.append(f"{'*' if key in shown['overridden'] else ' '} {key}: {value!r}")
+        lines.append(
+            f"{'*' if key in shown['overridden'] else ' '} {key}: {json.dumps(value, ensure_ascii=False)}"
+        )
     click.echo(safe("\n".join(lines)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from batchgen.cli.options import AS_JSON, FOLDER, needs_local, print_json
+from batchgen.cli.options import AS_JSON, FOLDER, human_size, needs_local, print_json
 
 if TYPE_CHECKING:
     from batchgen.job.status import JobStatus
@@ -135,8 +135,8 @@ def _lines(status: JobStatus) -> list[str]:
     lines = [
         f"{status.folder}: {status.state}",
         f"rows      {_rows(status)}",
-        f"parts     {status.parts:,}, {_size(status.bytes_in_parts)}; "
-        f"journal {_size(status.bytes_in_journal)}; {_size(status.bytes_free)} free on the disk",
+        f"parts     {status.parts:,}, {human_size(status.bytes_in_parts)}; "
+        f"journal {human_size(status.bytes_in_journal)}; {human_size(status.bytes_free)} free on the disk",
         f"tokens    {status.tokens_sampled:,} sampled, {status.tokens_lost:,} to be computed again",
         f"attempts  {status.attempts:,}",
     ]
@@ -153,13 +153,18 @@ def _lines(status: JobStatus) -> list[str]:
             )
     if status.last_error is not None:
         lines.append(f"error     {status.last_error}")
-    return lines + [f"note      {message}" for message in status.messages[-MESSAGES:]]
+    for message in status.messages[-MESSAGES:]:
+        # A message of several lines stays one message: what follows is indented.
+        first, *others = message.split("\n")
+        lines += [f"note      {first}", *(f"          {line}" for line in others)]
+    return lines
 
 
 def _rows(status: JobStatus) -> str:
-    total = "an unknown number of" if status.rows_total is None else f"{status.rows_total:,}"
     skipped = f", {status.skipped:,} skipped" if status.skipped else ""
-    return f"{status.rows_done:,} of {total}: {status.ok:,} ok, {status.error:,} failed{skipped}"
+    # How many there are is known once the input was read to its end.
+    total = "so far" if status.rows_total is None else f"of {status.rows_total:,}"
+    return f"{status.rows_done:,} {total}: {status.ok:,} ok, {status.error:,} failed{skipped}"
 
 
 def _speed(status: JobStatus) -> list[str]:
@@ -180,15 +185,3 @@ def _life(status: JobStatus) -> str:
     if owner["released"]:
         return "released"
     return f"beat {owner['beat']}, alive" if owner["alive"] else f"beat {owner['beat']}, gone"
-
-
-def _size(count: int | None) -> str:
-    """`812 B`, `3.4 MB`, `1.2 TB`."""
-    if count is None:
-        return "?"
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 999.5 or unit == "TB":
-            break
-        size /= 1000
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"

@@ -48,9 +48,14 @@ def command(launch: Launcher | None, folder: Path, deep: int | None, as_json: bo
     else:
         for sentence in (*(f"note: {note}" for note in report.notes), *report.faults):
             click.echo(safe(sentence))
-        verdict = "nothing is wrong" if report.ok else f"{len(report.faults):,} faults"
-        click.echo(f"{safe(report.folder)}: {report.rows:,} rows in {report.parts:,} parts, {verdict}")
+        verdict = "nothing is wrong" if report.ok else _count(len(report.faults), "fault")
+        held = f"{_count(report.rows, 'row')} in {_count(report.parts, 'part')}"
+        click.echo(f"{safe(report.folder)}: {held}, {verdict}")
     return 0 if report.ok else FAULTY
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _verify(folder: Path) -> VerifyReport:

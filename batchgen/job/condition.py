@@ -91,8 +91,8 @@ def _term(text: str, term: str) -> tuple[Callable[[PartRow], bool], str]:
         first, end = _range(text, value)
         return lambda row: first <= row.row < end, name
     near = difflib.get_close_matches(term, [*ErrorClass, EVERY_ERROR, *_CLOSED, "stop_reason"], n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UsageError(f"--where {text}: {term!r} is no condition; {hint}Use {_KNOWN}")
+    hint = f"did you mean {near[0]}? Or " if near else ""
+    raise UsageError(f"--where {text}: {term!r} is no condition; {hint}use {_KNOWN}")
 
 
 def _range(text: str, value: str) -> tuple[int, int]:

@@ -314,7 +314,8 @@ def _complete(counts: Counts, options: RunOptions, reason: str) -> RunResult:
             f"{reason}, and {counts.error:,} are errors, more than run.max_errors ({most}) allows",
             counts,
         )
-    return RunResult(COMPLETE, reason, counts)
+    failed = f", {counts.error:,} of them an error" if counts.error else ""
+    return RunResult(COMPLETE, reason + failed, counts)
 
 
 def _tell(attempt: Attempt, say: Callable[[str], None], sentence: str) -> None:

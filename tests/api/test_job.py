@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from fake_engine import launcher
 from tiny_models import save_tiny_llama
 
 import batchgen as bg
@@ -54,6 +55,18 @@ def test_results_are_read_in_order_with_errors_as_data(
     assert results.errors()[0]["error"]["class"] == "null_prompt"
     assert len(results) == len(results.dataset()) == ROWS
     assert results.status().state == "complete"
+
+
+@pytest.mark.parametrize("compression", ["zstd", "gzip", "none"])
+def test_results_in_jsonl_are_read_as_well(place: Path, compression: str) -> None:
+    changes = {
+        "output.path": str(place / compression),
+        "output.format": "jsonl",
+        "output.compression": compression,
+    }
+    results = bg.Job.from_yaml(place / "job.yaml", overrides=changes).run(launch=launcher())
+    assert [row["n"] for row in results] == results.table(["n"])["n"].to_pylist() == list(range(ROWS))
+    assert [row["row"] for row in results.errors()] == [BAD]
 
 
 def test_running_again_computes_nothing(finished: tuple[bg.JobResult, list[Progress]], place: Path) -> None:

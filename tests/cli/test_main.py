@@ -54,7 +54,8 @@ def test_help_lists_every_verb_with_what_it_does(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["frobnicate"], "No such command 'frobnicate'"),
+        (["frobnicate"], "no verb 'frobnicate'; there are run, validate, plan"),
+        (["exprt"], "no verb 'exprt'; did you mean export?"),
         (["validate"], "Missing argument 'JOB'"),
         (["validate", "job.yaml", "--fast"], "No such option"),
         (["show", "job.yaml", "--row", "-1"], "-1 is not in the range"),

@@ -108,7 +108,7 @@ def test_a_report_that_cannot_be_put_there_goes_to_standard_output(
 
 def test_verify_finds_nothing_wrong(job: Path, capsys: Captured) -> None:
     assert main(["verify", "out"]) == 0
-    assert capsys.readouterr().out == "out: 5 rows in 1 parts, nothing is wrong\n"
+    assert capsys.readouterr().out == "out: 5 rows in 1 part, nothing is wrong\n"
 
 
 def test_verify_finds_a_damaged_part(job: Path, capsys: Captured) -> None:

@@ -183,7 +183,7 @@ def test_rows_that_cannot_be_read_are_a_note(write_job: Write, capsys: Captured)
     assert main(["validate", write_job(rows='{"prompt": "a"}\n{broken\n')]) == 0
     said = capsys.readouterr().err
     assert (
-        "note: 1 of the first 2 rows cannot be read and each becomes an error row; prompts.jsonl line 2"
+        "note: 1 of the first 2 rows cannot be read and each becomes an error row; prompts.jsonl line 2: not"
         in said
     )
 

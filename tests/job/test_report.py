@@ -65,7 +65,7 @@ def test_a_run_leaves_a_report_of_a_complete_job(tmp_path: Path) -> None:
     assert report["verdict"] == {
         "state": "complete",
         "exit_code": 0,
-        "reason": "complete: all 60 rows have a result",
+        "reason": "complete: all 60 rows have a result, 3 of them an error",
         "good": True,
     }
     assert (report["rows"]["done"], report["rows"]["error"], report["work"]["rows"]) == (60, 3, 57)

@@ -197,7 +197,7 @@ def test_conditions(text: str, of_row: bool, of_long: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("timeot", r"'timeot' is no condition; did you mean timeout\?"),
+        ("timeot", r"'timeot' is no condition; did you mean timeout\? Or use error classes, errors"),
         ("finish_reason=long", "finish_reason=long"),
         ("", "'' is no condition"),
         ("row=a", "row=a is no row"),

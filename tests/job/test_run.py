@@ -82,7 +82,9 @@ def test_a_complete_folder_says_so_and_starts_nothing(tmp_path: Path) -> None:
     run_here(settings)
     again = run_here(settings)
     assert again.exit_code == 0
-    assert again.reason == f"{settings.output} is already complete: all 60 rows have a result"
+    assert again.reason == (
+        f"{settings.output} is already complete: all 60 rows have a result, 3 of them an error"
+    )
     assert len(list(read_attempts(JobFolder(Path(settings.output))))) == 1
 
 

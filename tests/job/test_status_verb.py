@@ -59,6 +59,20 @@ def test_nothing_steers_the_terminal_or_passes_for_another_line(complete: Path) 
     assert "error     \\x1b[2J\\nstate complete\\u202e\\x07" in lines
 
 
+def test_a_message_of_several_lines_is_indented(complete: Path) -> None:
+    status = replace(read_status(complete), messages=["the job was changed:\n  sampling\n    - 1"])
+    assert verb.describe(status)[-3:] == [
+        "note      the job was changed:",
+        "            sampling",
+        "              - 1",
+    ]
+
+
+def test_rows_whose_number_is_not_known_yet(complete: Path) -> None:
+    text = "\n".join(verb.describe(replace(read_status(complete), rows_total=None)))
+    assert "rows      40 so far: 38 ok, 2 failed" in text
+
+
 def test_a_watched_job_is_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "in.jsonl", 34)
     slow = {"step_seconds": 0.02, "tokens": 16}
