@@ -15,6 +15,7 @@ from job_inputs import write_jsonl
 
 from batchgen.cli import status as verb
 from batchgen.cli.main import main
+from batchgen.cli.options import human_size
 from batchgen.job import status as job_status
 from batchgen.job.status import JobStatus, glance, read_status
 
@@ -131,4 +132,4 @@ def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     ("count", "text"), [(None, "?"), (0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (3.2e12, "3.2 TB")]
 )
 def test_sizes(count: int | None, text: str) -> None:
-    assert verb._size(count) == text
+    assert human_size(count) == text
