@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from batchgen.data.prompt_values import unpack_prompt_values
 from batchgen.job.run_options import OnMessage
 
 
@@ -65,6 +66,14 @@ class ThreadWorker:
         return []
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            fatal = {"type": "fatal", "exit_code": 2, "message": f"the test's worker failed: {error!r}"}
+            self._on_message(fatal)
+        self._on_message(None)
+
+    def _serve(self) -> None:
         while (message := self._inbox.get())["type"] != "stop":
             match message["type"]:
                 case "start":
@@ -76,13 +85,12 @@ class ThreadWorker:
                 case "checkpoint":
                     partials = {"type": "partials", "id": message["id"], "rows": [], "sampled": 0}
                     self._on_message(partials)
-        self._on_message(None)
 
 
 def _answer(row: list[Any]) -> list[Any]:
     result = {
         "status": "ok",
-        "text": text_of(row[1]["prompt"]),
+        "text": text_of(unpack_prompt_values(row[1])["prompt"]),
         "finish_reason": "stop",
         "stop_reason": None,
         "error": None,
