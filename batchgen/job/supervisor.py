@@ -173,14 +173,21 @@ class Supervisor:
             self._tick(time.monotonic())
             if self._stopping is None:
                 self._admit()
+                if self._uncommitted.counts and self._nothing_runs():
+                    # Else the end of a job would wait for the next checkpoint.
+                    self._commit()
             self._assemble()
         self._commit()
 
     def _finished(self) -> bool:
         if self._stopping is not None:
             return not len(self._fleet)
+        return self._nothing_runs() and self._window.num_open == 0
+
+    def _nothing_runs(self) -> bool:
+        """Whether every row of the input has been answered."""
         idle = not len(self._pool) and not any(worker.busy for worker in self._fleet)
-        return idle and self._window.exhausted and self._window.num_open == 0
+        return idle and self._window.exhausted
 
     # Rows out.
 

@@ -77,6 +77,11 @@ def test_every_row_has_one_result_in_order(tmp_path: Path, output_format: str) -
     }
 
 
+def test_a_job_whose_rows_are_answered_does_not_wait_for_a_checkpoint(tmp_path: Path) -> None:
+    result = run_here(job(tmp_path, options={"checkpoint_seconds": 86400.0}))
+    assert (result.exit_code, result.counts.rows) == (0, 60)
+
+
 def test_a_complete_folder_says_so_and_starts_nothing(tmp_path: Path) -> None:
     settings = job(tmp_path)
     run_here(settings)
