@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.types import BatchgenError, StorageError, UsageError
+from batchgen.types import BatchgenError, InputError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from batchgen.data.row import Row
@@ -55,12 +55,16 @@ class Report:
 
     @contextmanager
     def check(self, *key: str) -> Iterator[None]:
-        """Collect what the body raises instead of stopping; a sentence that names no key is about `key`."""
+        """Collect what the body raises instead of stopping; a sentence that names no key is about `key`.
+
+        A damaged file stops each check that reads it, and is one fault.
+        """
         try:
             yield
         except BatchgenError as error:
-            self.faults.append(error)
-            self._keys[id(error)] = key
+            if str(error) not in map(str, self.faults):
+                self.faults.append(error)
+                self._keys[id(error)] = ("input", "path") if isinstance(error, InputError) else key
 
     def located(self, fault: BatchgenError) -> list[Fault]:
         """The fault, or each of a job file's, with its place: where the key stands that it begins with."""
@@ -190,7 +194,27 @@ def bind_prompt(spec: JobSpec, inputs: InputSet) -> PromptSpec:
     sampling = spec.sampling.model_dump()
     if inputs.format == "openai_batch" and sampling["per_row"] is None:
         sampling["per_row"] = BATCH_SAMPLING
-    return spec_from_sections(spec.prompt.model_dump(), sampling).bind(inputs.columns())
+    prompt = spec_from_sections(spec.prompt.model_dump(), sampling)
+    try:
+        return prompt.bind(inputs.columns())
+    except UsageError:
+        if not inputs.columns():
+            _explain_no_columns(inputs)
+        raise
+
+
+def _explain_no_columns(inputs: InputSet) -> None:
+    """Raises UsageError where rows are missing, rather than their columns."""
+    first = next(inputs.window(), None)
+    if first is None:
+        raise UsageError(
+            "input.path: the input has no rows, so nothing says which columns it has; give a file with rows"
+        )
+    if first.error is not None:
+        raise UsageError(
+            "input.path: none of the first rows can be read, so the prompt has no columns "
+            f"({_placed(first, first.error.message)}); correct the file, or say in input.format what it is"
+        )
 
 
 def find_model(spec: JobSpec, commit: str | None = None) -> ModelSource:

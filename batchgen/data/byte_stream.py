@@ -221,6 +221,11 @@ def _unzstd_frame(
         try:
             chunk = frame.decompress(data[start : start + _ZSTD_INPUT_BYTES])
         except zstandard.ZstdError as e:
+            if "Dictionary" in str(e):
+                raise InputError(
+                    f"{source.path}: is compressed with a zstd dictionary, which batchgen does not have; "
+                    "compress it again without one"
+                ) from e
             raise source.corrupt("zstd", e) from e
         start += _ZSTD_INPUT_BYTES
         if chunk:

@@ -196,7 +196,8 @@ def test_corrupt_input_is_exit_3(write_job: Write, capsys: Captured) -> None:
     assert "a.parquet" in capsys.readouterr().err
     Path("b.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 9)[:-20])
     assert main(["validate", job, "--set", "input=b.jsonl.gz"]) == 3
-    assert "b.jsonl.gz" in capsys.readouterr().err
+    # Once, although several checks read it.
+    assert capsys.readouterr().err.count("b.jsonl.gz") == 1
 
 
 def test_a_template_without_a_system_turn(write_job: Write, capsys: Captured) -> None:

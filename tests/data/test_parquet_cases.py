@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as pe
 import pytest
 from data_files import classes, parquet, write
 
@@ -143,3 +144,25 @@ def test_reading_holds_a_few_batches_not_the_file(tmp_path: Path) -> None:
     inputs = open_input(path)
     peak = max(pa.total_allocated_bytes() - before for _ in islice(inputs.rows(), size))
     assert peak < total / 2
+
+
+class _NoKeyServer(pe.KmsClient):
+    """Keys are kept as they are."""
+
+    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
+        return key_bytes.hex()
+
+    def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
+        return bytes.fromhex(wrapped_key)
+
+
+def test_encrypted_columns_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    factory = pe.CryptoFactory(lambda _: _NoKeyServer())
+    keys = pe.EncryptionConfiguration(footer_key="f", column_keys={"c": ["a"]}, plaintext_footer=True)
+    properties = factory.file_encryption_properties(pe.KmsConnectionConfig(), keys)
+    table = pa.table({"a": ["x"]})
+    with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+    with pytest.raises(InputError, match=rf"{path}: holds encrypted columns"):
+        list(open_input(str(path)).rows())

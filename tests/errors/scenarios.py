@@ -66,6 +66,8 @@ NO_SYSTEM = (
 )
 OWN_CODE = '{"tokenizer_class": "X", "auto_map": {"AutoTokenizer": ["c.X", null]}}'
 ASSISTANT = {"role": "assistant", "content": "x"}
+# A frame whose header names dictionary 7, and one raw block.
+WITH_DICTIONARY = bytes.fromhex("28b52ffd 21 07 05 290000") + b"hello"
 ONLY_PLAIN = "{{ 1 / 0 if messages[0].content == 'x' else 1 }}"
 MESSAGES = "prompt.messages=messages"
 
@@ -105,6 +107,9 @@ OF_THE_INPUT = [
     validate("input=a.parquet", a_parquet=parquet(pa.table([["a"], ["b"]], names=["prompt", "prompt"]))),
     validate("input=[a.parquet, b.parquet]", a_parquet=PARQUET, b_parquet=parquet(pa.table({"prompt": [1]}))),
     validate("input=a.jsonl.gz", **{"a.jsonl_gz": gzip.compress(GOOD.encode() * 99)[:-20]}),
+    validate("input=a.jsonl.zst", **{"a.jsonl_zst": WITH_DICTIONARY}),
+    validate("input=a.jsonl", a_jsonl="\n"),
+    validate("input=a.jsonl", a_jsonl="<html>\n"),
     validate("input=a.bin", a_bin=b"\x00\x01\x02"),
     validate("input=a.csv", a_csv=""),
     validate("input=a.csv", a_csv="a,,c\n1,2,3\n"),
