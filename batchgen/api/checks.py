@@ -34,6 +34,8 @@ ROWS_FOR_IDS = 100_000
 ROWS_TO_RENDER = 100
 # Where the rows of an OpenAI batch file carry what its lines say of sampling.
 BATCH_SAMPLING = "sampling"
+# What a sentence is about, whichever check came upon it.
+_ABOUT: dict[type, tuple[str, ...]] = {InputError: ("input", "path"), StorageError: ("output", "path")}
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class Report:
         except BatchgenError as error:
             if str(error) not in map(str, self.faults):
                 self.faults.append(error)
-                self._keys[id(error)] = ("input", "path") if isinstance(error, InputError) else key
+                self._keys[id(error)] = _ABOUT.get(type(error), key)
 
     def located(self, fault: BatchgenError) -> list[Fault]:
         """The fault, or each of a job file's, with its place: where the key stands that it begins with."""
@@ -131,7 +133,9 @@ def check_job(spec: JobSpec, report: Report, *, rows_for_ids: int, resume: bool 
         _check_input(spec, report, found, rows_for_ids)
     if spec.sound("model.path", "model.revision"):
         with report.check("model", "path"):
-            found.source = find_model(spec, recorded_commit(spec) if resume else None)
+            found.source = find_model(
+                spec, recorded_commit(spec) if resume and spec.sound("output.path") else None
+            )
             found.source.check_weights()
     if spec.sound("model.tokenizer"):
         with report.check("model", "tokenizer"):
@@ -170,6 +174,7 @@ def open_job_input(spec: JobSpec) -> InputSet:
         UsageError, InputError: as `batchgen.data.source.open_input`.
     """
     from batchgen.data.source import open_input
+    from batchgen.job.folder import JobFolder
 
     return open_input(
         spec.input.path,
@@ -180,6 +185,7 @@ def open_job_input(spec: JobSpec) -> InputSet:
         strict_json=spec.input.strict_json,
         where=spec.input.where,
         schema=spec.input.schema,
+        ignore=JobFolder(spec.output_folder).wrote if spec.sound("output.path") else None,
     )
 
 
@@ -378,11 +384,24 @@ def check_output_permission(spec: JobSpec) -> None:
 
 
 def _existing_part(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    return next(path for path in (folder, *folder.parents) if os.path.lexists(path))
 
 
 def _check_output_is_folder(spec: JobSpec) -> None:
-    existing = _existing_part(spec.output_folder)
+    folder = spec.output_folder
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass
+    except OSError as error:
+        raise UsageError(
+            f"output.path: {folder} cannot be a folder ({error.strerror}); choose another"
+        ) from error
+    existing = _existing_part(folder)
+    if existing.is_symlink() and not existing.exists():
+        raise UsageError(
+            f"output.path: {existing} is a symbolic link to nothing; make the folder it leads to"
+        )
     if not existing.is_dir():
         raise UsageError(f"output.path: {existing} is a file; give a folder")
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from batchgen.job.folder import JobFolder
 from batchgen.job.manifest import require_manifest
 from batchgen.job.part_reader import open_lines
 from batchgen.job.parts import Counts, recognise_parts
+from batchgen.job.success import refuse_lost
 from batchgen.types import Status
 
 if TYPE_CHECKING:
@@ -53,9 +55,15 @@ class Results:
 
     @property
     def files(self) -> list[Path]:
-        """The committed parts, in input order."""
-        commits = recognise_parts(JobFolder(self.folder))
-        return [JobFolder(self.folder).data / commits[part].file for part in sorted(commits)]
+        """The committed parts, in input order.
+
+        Raises:
+            StorageError: the job was complete, and parts are missing or damaged.
+        """
+        folder = JobFolder(self.folder)
+        commits = recognise_parts(folder)
+        refuse_lost(folder, sum(commit.rows for commit in commits.values()))
+        return [folder.data / commits[part].file for part in sorted(commits)]
 
     def __len__(self) -> int:
         return self.counts.rows
@@ -75,11 +83,15 @@ class Results:
         """All rows as one Arrow table.
 
         Args:
-            columns: those to read; None: all.
+            columns: those to read; None: all. Of JSON lines, a column whose values share no Arrow type is
+                JSON text.
         """
         import pyarrow as pa
 
-        tables = [_table(file, columns) for file in self.files]
+        files = self.files
+        if any(file.suffix != ".parquet" for file in files):
+            return _table_of(list(chain.from_iterable(map(_rows, files))), columns)
+        tables = [_table(file, columns) for file in files]
         return pa.concat_tables(tables, promote_options="default") if tables else pa.table({})
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
@@ -127,10 +139,25 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _table(file: Path, columns: Sequence[str] | None) -> pa.Table:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     if file.suffix == ".parquet":
         return pq.read_table(file, columns=columns, partitioning=None)
-    table = pa.Table.from_pylist(list(_rows(file)))
-    return table if columns is None else table.select(list(columns))
+    return _table_of(list(_rows(file)), columns)
+
+
+def _table_of(rows: list[dict[str, Any]], columns: Sequence[str] | None) -> pa.Table:
+    import pyarrow as pa
+
+    # Rows do not all have the same members.
+    names = dict.fromkeys(name for row in rows for name in row) if columns is None else columns
+    return pa.table({name: _array([row.get(name) for row in rows]) for name in names})
+
+
+def _array(values: list[Any]) -> pa.Array:
+    import pyarrow as pa
+
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError):
+        return pa.array([None if v is None else json.dumps(v, ensure_ascii=False) for v in values])

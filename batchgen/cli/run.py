@@ -74,4 +74,8 @@ def _flags(*flags: tuple[str, str, Any]) -> list[Override]:
     """Keys of the job file that were given as flags."""
     from batchgen.job.load import Override
 
+    for flag, _, value in flags:
+        if value == "":
+            # As of a shell variable that is not set: to run without the limit would be the worst answer.
+            raise click.UsageError(f"{flag} has no value; give one, or leave {flag} out")
     return [Override(key, str(value), flag) for flag, key, value in flags if value is not None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
@@ -25,7 +25,14 @@ FORMATS = ("auto", "parquet", "jsonl", "json", "csv", "openai_batch")
 TEXT_FORMATS = ("jsonl", "json", "csv")
 """Files of these may stand side by side in one job."""
 
+Ignore = Callable[[str], bool]
+"""Whether a local file is one that the job itself writes."""
+
 _PARALLEL_REQUESTS = 16
+
+
+def _ignore_none(path: str) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +64,14 @@ class InputFile:
     commit: str | None = None
 
 
-def find_files(paths: str | Sequence[str], format: str = "auto") -> tuple[InputFile, ...]:
+def find_files(
+    paths: str | Sequence[str], format: str = "auto", ignore: Ignore = _ignore_none
+) -> tuple[InputFile, ...]:
     """The ordered list of input files: as given, each pattern sorted by name.
+
+    Args:
+        paths, format: as `open_input` takes them.
+        ignore: local files that patterns pass over, and that may not be named.
 
     Raises:
         UsageError: a format, protocol or kind of file that is not supported; a file twice; formats that
@@ -68,7 +81,7 @@ def find_files(paths: str | Sequence[str], format: str = "auto") -> tuple[InputF
     if format not in FORMATS:
         raise UsageError(f"input.format: {format!r} is not a format; use {', '.join(FORMATS)}")
     given = [paths] if isinstance(paths, str) else list(paths)
-    found = [file for item in given for file in _resolve(item)]
+    found = [file for item in given for file in _resolve(item, ignore)]
     if not found:
         raise UsageError("input.path: the list is empty; name at least one file")
     _refuse_twice(found)
@@ -78,13 +91,13 @@ def find_files(paths: str | Sequence[str], format: str = "auto") -> tuple[InputF
     return files
 
 
-def _resolve(item: str) -> list[InputFile]:
+def _resolve(item: str, ignore: Ignore) -> list[InputFile]:
     """The files of one entry, of a format not known yet."""
     if not is_url(item):
-        return _resolve_local(item)
+        return _resolve_local(item, ignore)
     path = local_path(item)
     if path is not None:
-        return _resolve_local(path)
+        return _resolve_local(path, ignore)
     if protocol(item) == "hf":
         from batchgen.data.hub import find_on_hub
 
@@ -106,14 +119,19 @@ def _url_name(url: str) -> str:
     return PurePosixPath(path).name or shown_url(url)
 
 
-def _resolve_local(item: str) -> list[InputFile]:
+def _resolve_local(item: str, ignore: Ignore) -> list[InputFile]:
     if os.path.lexists(item) or not glob.has_magic(item):
         if os.path.isdir(item):
             from batchgen.data.saved_dataset import saved_files
 
             return [_local(path) for path in saved_files(item)]
+        if ignore(item):
+            raise UsageError(
+                f"input.path: {item} lies where this job writes its results; choose another output.path"
+            )
         return [_local(item)]
-    found = sorted(path for path in glob.glob(item, recursive=True) if not os.path.isdir(path))
+    matches = (path for path in glob.glob(item, recursive=True) if not os.path.isdir(path))
+    found = sorted(path for path in matches if not ignore(path))
     if not found:
         raise InputError(f"input.path: {item} matches no file; check the pattern")
     return [_local(path) for path in found]
@@ -124,6 +142,8 @@ def _local(path: str) -> InputFile:
         info = os.stat(path)
     except OSError as e:
         raise InputError(f"input.path: {path} cannot be read: {e.strerror}; check the path") from e
+    except ValueError as e:
+        raise UsageError(f"input.path: {path!r} is no file name ({e}); check the path") from e
     if not stat.S_ISREG(info.st_mode):
         raise UsageError(
             f"input.path: {path} is not a regular file and could not be read again on resume; "

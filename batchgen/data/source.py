@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from batchgen.data.declared_values import DeclaredColumn, apply_schema, declared_column
 from batchgen.data.identity import RowIdentity
-from batchgen.data.input_file import InputFile, find_files
+from batchgen.data.input_file import Ignore, InputFile, find_files
 from batchgen.data.line_reader import MAX_RECORD_BYTES
 from batchgen.data.openai_batch import ID_COLUMN
 from batchgen.data.row import Position, Row
@@ -70,6 +70,7 @@ def open_input(
     max_record_bytes: int = MAX_RECORD_BYTES,
     where: str | None = None,
     schema: Mapping[str, str] | None = None,
+    ignore: Ignore | None = None,
 ) -> InputSet:
     """Opens the input of a job: checks every file's kind, Parquet footers and schemas, and CSV headers.
 
@@ -84,13 +85,14 @@ def open_input(
         max_record_bytes: a longer text record is an error row.
         where: `input.where`; None selects every row.
         schema: `input.schema`: types of columns of JSON and CSV; a value that does not fit is an error row.
+        ignore: says which local files the job itself writes: patterns pass over them.
 
     Raises:
         UsageError: something that is not supported, a wrong `where`, or a column that the input lacks.
         InputError: a file is missing, unreadable, cut or corrupt.
     """
     options = ReadOptions(id_column, unicode, on_truncated, strict_json, max_record_bytes, where, schema)
-    files = find_files(paths, format)
+    files = find_files(paths, format) if ignore is None else find_files(paths, format, ignore)
     if id_column is None and files[0].format == "openai_batch":
         options = replace(options, id_column=ID_COLUMN)
     return InputSet(files, options)

@@ -236,7 +236,9 @@ def _grid(size: int, rows: int) -> int:
 def _corrupt(path: str, where: str, error: Exception) -> InputError:
     if "decrypt" in str(error):
         # Asking the library which columns these are would end the process.
-        return InputError(f"{path}: holds encrypted columns, which batchgen cannot read; write it unencrypted")
+        return InputError(
+            f"{path}: holds encrypted columns, which batchgen cannot read; write it unencrypted"
+        )
     return InputError(
         f"{path}: corrupt data in {where}: {_first_line(error)}; restore the file from its source"
     )

@@ -101,6 +101,16 @@ class JobFolder:
         """The file of a part."""
         return self.data / f"part-{number:06d}{suffix}"
 
+    def wrote(self, path: str) -> bool:
+        """Whether a file lies where a job writes, and so cannot be its input."""
+        own = {"manifest.json", "job.resolved.yaml", "_SUCCESS", *REPORTS}
+        *folders, name = Path(path).parts
+        is_part = PART_NAME.fullmatch(name) is not None
+        if not (is_part or name in own or self.internal.name in folders):
+            return False
+        where = os.path.relpath(os.path.realpath(path), os.path.realpath(self.root)).split(os.sep)
+        return (is_part and where == ["data", name]) or where[0] in {self.internal.name, *own}
+
     def create(self, files: FileOps = OS_FILES) -> None:
         """Make the folders and prove that each can be written, before anything costly starts.
 

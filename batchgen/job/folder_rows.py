@@ -25,6 +25,7 @@ from batchgen.job.part_reader import read_records, records_of
 from batchgen.job.parts import PartCommit, recognise_parts
 from batchgen.job.replay import Replay, replay
 from batchgen.job.selection import Selection
+from batchgen.job.success import refuse_lost
 from batchgen.types import StorageError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class FolderRows:
 
     Raises:
         UsageError: it is not an output folder.
+        StorageError: it was complete, and parts are missing or damaged.
     """
 
     def __init__(self, root: Path, inputs: InputSet | None = None) -> None:
@@ -50,6 +52,7 @@ class FolderRows:
         self._found = Replay.empty() if inputs is None else self._replay()
         # Looked at last: a row that left the journal in between is in one of them.
         self._parts = recognise_parts(self._folder)
+        refuse_lost(self._folder, sum(commit.rows for commit in self._parts.values()))
         self._index = InputIndex(self._folder)
         self._reader = JournalReader(self._folder.journal, self.manifest.job_id)
 

@@ -16,6 +16,7 @@ def resolve_paths(document: Document, sections: dict[str, Section]) -> None:
     """Replace paths in `sections` in place; what cannot be resolved becomes a fault of the document."""
     model, given, prompt, output = (sections[name] for name in ("model", "input", "prompt", "output"))
     if isinstance(model, ModelSpec):
+        _refuse_nul(document, ("model", "tokenizer"), model.tokenizer or "")
         tokenizer = _maybe_local(model.tokenizer, document.folder(("model", "tokenizer")))
         sections["model"] = _replace(model, path=_model(document, model.path), tokenizer=tokenizer)
     if isinstance(given, InputSpec):
@@ -37,10 +38,18 @@ def _absolute(text: str, base: Path) -> str:
 
 
 def _input(document: Document, path: KeyPath, text: str) -> str:
+    _refuse_nul(document, path, text)
     return text if is_url(text) else _absolute(text, document.folder(path))
 
 
+def _refuse_nul(document: Document, path: KeyPath, text: str) -> None:
+    if "\0" in text:
+        key = ".".join(str(name) for name in path if isinstance(name, str))
+        document.fault(path, f"{key}: {show_value(text)} holds a zero byte, which no path has; take it out")
+
+
 def _output(document: Document, text: str) -> str:
+    _refuse_nul(document, ("output", "path"), text)
     if not is_url(text):
         return _absolute(text, document.folder(("output", "path")))
     if protocol(text) not in PROTOCOLS:
@@ -54,6 +63,7 @@ def _output(document: Document, text: str) -> str:
 
 
 def _model(document: Document, text: str) -> str:
+    _refuse_nul(document, ("model", "path"), text)
     if text.startswith("dummy:") or "://" in text:
         document.fault(
             ("model", "path"),

@@ -26,7 +26,7 @@ from batchgen.job.parts import Counts, recognise_parts
 from batchgen.job.progress import Progress, read_progress
 from batchgen.job.replay import Replay, replay
 from batchgen.job.selection import Selection
-from batchgen.job.success import read_success
+from batchgen.job.success import lost_sentence, read_success, rows_lost
 
 BEATS_TO_WAIT = 2.5
 _POLL_SECONDS = 0.1
@@ -57,7 +57,8 @@ class JobStatus:
     """A job as its folder shows it.
 
     Args:
-        state: complete, running, stopped (resumable, it said so), dead (it said nothing) or failed.
+        state: complete, running, stopped (resumable, it said so), dead (it said nothing) or failed; that too
+            where a complete job has lost files.
         rows_total: of the selection; None while the end of the input is unknown.
         ok, error, skipped: rows in committed parts and in the journal.
         rows_in_parts: of these, rows in committed parts.
@@ -137,7 +138,9 @@ def read_status(
     kept = counts.completion_tokens + sum(len(partial.ids) for partial in found.partials.values())
     lease = read_lease(folder.lease)
     progress = read_progress(folder, last.number) if last is not None else None
-    state = _state(folder, lease, last, clock, sleep)
+    state, error = _state(folder, lease, last, clock, sleep), None
+    if state == "complete" and (lost := rows_lost(folder, in_parts.rows)):
+        state, error = "failed", lost_sentence(folder, lost)
     return JobStatus(
         folder=str(root),
         job_id=manifest.job_id,
@@ -159,7 +162,7 @@ def read_status(
         bytes_free=_free(root),
         owner=_owner(lease, alive=state == "running"),
         last_attempt=asdict(last) if last is not None else None,
-        last_error=_last_error(last, state),
+        last_error=error or _last_error(last, state),
         progress=asdict(progress) if progress is not None else None,
         workers=workers,
         messages=[

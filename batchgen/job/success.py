@@ -8,6 +8,7 @@ from typing import Any
 
 from batchgen.job.files import OS_FILES, atomic_write
 from batchgen.job.folder import JobFolder
+from batchgen.types import StorageError
 
 
 def write_success(
@@ -47,3 +48,28 @@ def read_success(folder: JobFolder) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if all(isinstance(found[name], int) for name in ("rows", "first", "stop")) else None
+
+
+def rows_lost(folder: JobFolder, rows_in_parts: int) -> int:
+    """How many rows of a complete folder are in no part any more, because files are gone or damaged.
+
+    Args:
+        folder: the output folder.
+        rows_in_parts: what was found there before this is called.
+    """
+    success = read_success(folder)
+    return 0 if success is None else max(0, success["rows"] - rows_in_parts)
+
+
+def lost_sentence(folder: JobFolder, rows: int) -> str:
+    """What to do about rows that are lost."""
+    return (
+        f"{folder.data}: {rows:,} rows of this complete job are gone, because files of parts are missing or "
+        "damaged; `batchgen verify` names them, and running the job again computes their rows anew"
+    )
+
+
+def refuse_lost(folder: JobFolder, rows_in_parts: int) -> None:
+    """Let nobody take what is left of a complete folder for all of it. Raises StorageError."""
+    if lost := rows_lost(folder, rows_in_parts):
+        raise StorageError(lost_sentence(folder, lost))

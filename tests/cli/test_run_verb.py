@@ -90,3 +90,48 @@ def test_several_faults_are_said_together(
     assert "model.path" in said
     assert "gone.jsonl" in said
     assert calls == []
+
+
+@pytest.mark.parametrize("flag", ["--rows", "--max-time"])
+def test_a_flag_without_a_value_is_not_a_flag_that_is_absent(
+    write_job: Write, calls: list[Any], capsys: Captured, flag: str
+) -> None:
+    assert main(["run", write_job(), flag, ""]) == 2
+    assert f"{flag} has no value" in capsys.readouterr().err
+    assert not calls
+
+
+def test_a_pattern_passes_over_what_the_job_itself_writes(
+    write_job: Write, calls: list[tuple[JobSetup, RunOptions]]
+) -> None:
+    job = write_job()
+    own = ["data/part-000000.jsonl", ".batchgen/commits/e000001.jsonl"]
+    for name in [*own, "data/mine.jsonl", "other/data/part-000000.jsonl"]:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text('{"prompt": "x"}\n')
+    assert main(["run", job, "--set", "output=.", "--set", "input=.*/*/*.jsonl"]) == 3
+    assert main(["run", job, "--set", "output=.", "--set", "input=**/*.jsonl"]) == 75
+    files = [Path(file.path).relative_to(Path.cwd()) for file in calls[0][0].inputs.files]
+    assert list(map(str, files)) == ["data/mine.jsonl", "other/data/part-000000.jsonl", "prompts.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("output=loop", "output.path: {here}/loop cannot be a folder (Too many levels of symbolic links)"),
+        ("output=nowhere/x", "output.path: {here}/nowhere is a symbolic link to nothing"),
+        ("output=" + "x" * 300, "cannot be a folder (File name too long)"),
+        ('output="a\\0b"', "output.path: 'a\\x00b' holds a zero byte"),
+        ('input="a\\0b"', "input.path: 'a\\x00b' holds a zero byte"),
+        ('model="a\\0b"', "model.path: 'a\\x00b' holds a zero byte"),
+        ('model.tokenizer="a\\0b"', "model.tokenizer: 'a\\x00b' holds a zero byte"),
+    ],
+)
+def test_paths_that_cannot_be(
+    write_job: Write, calls: list[Any], capsys: Captured, settings: str, said: str
+) -> None:
+    job = write_job()
+    Path("loop").symlink_to("loop")
+    Path("nowhere").symlink_to("gone")
+    assert main(["run", job, "--set", settings]) == 2
+    assert said.format(here=Path.cwd()) in capsys.readouterr().err

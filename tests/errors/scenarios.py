@@ -100,6 +100,9 @@ OF_THE_JOB_FILE = [
 ]
 OF_THE_INPUT = [
     validate("input=gone.jsonl"),
+    validate('input="a\\0b"'),
+    validate('model="a\\0b"'),
+    validate('output="a\\0b"'),
     validate("input=gone-*.jsonl"),
     validate("input=[prompts.jsonl, ./prompts.jsonl]"),
     validate("input=[prompts.jsonl, a.parquet]", a_parquet=PARQUET),
@@ -199,6 +202,8 @@ OF_THE_MODEL = [
 ]
 OF_THE_OUTPUT = [
     validate("output=prompts.jsonl"),
+    validate("output=" + "x" * 300),
+    Scenario(VALIDATE, ("input=data/part-000000.jsonl", "output=."), {"data/part-000000.jsonl": GOOD}),
     validate("run.min_free_disk=1000TB"),
     Scenario(("status", "gone")),
     Scenario(("status", "model")),

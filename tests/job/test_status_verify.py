@@ -12,13 +12,15 @@ import pytest
 from job_driver import Settings, run_here, setup_of
 from job_inputs import write_jsonl
 
+import batchgen
 from batchgen.data.source import open_input
 from batchgen.job.folder import JobFolder
+from batchgen.job.folder_rows import FolderRows
 from batchgen.job.lease import LeaseRecord, Owner
 from batchgen.job.manifest import checksum
 from batchgen.job.status import JobStatus, read_status
 from batchgen.job.verify import VerifyReport, verify_folder
-from batchgen.types import InputError, UsageError
+from batchgen.types import InputError, StorageError, UsageError
 
 FATAL = {"faults": [{"do": "fatal", "after_tokens": 200, "exit_code": 3, "message": "the card fell out"}]}
 
@@ -66,6 +68,23 @@ def test_status_of_a_complete_job(complete: Settings) -> None:
     assert found.tokens_sampled == found.tokens_kept > 0
     assert [(w.lost_at_most, w.end) for w in found.workers] == [(0, "ended with exit code 0")]
     assert found.last_error is None
+
+
+def test_a_complete_folder_that_lost_a_part_is_not_taken_for_complete(complete: Settings) -> None:
+    folder = Path(complete.output)
+    gone = next(iter((folder / "data").iterdir()))
+    gone.unlink()
+    found = status(complete)
+    assert found.state == "failed"
+    assert found.last_error is not None
+    assert "10 rows of this complete job are gone" in found.last_error
+    with pytest.raises(StorageError, match="10 rows of this complete job are gone"):
+        FolderRows(folder)
+    with pytest.raises(StorageError, match="running the job again"):
+        batchgen.open(folder).table()
+    assert run_here(complete).exit_code == 0
+    assert status(complete).state == "complete"
+    assert len(batchgen.open(folder).table()) == found.rows_total
 
 
 def test_status_of_a_failed_job_counts_the_journal(failed: Settings) -> None:
