@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import batchgen.job.run
+import batchgen.job.remote
 from batchgen.cli.main import main
 from batchgen.job.parts import Counts
 from batchgen.job.run_options import JobSetup, RunOptions, RunResult
@@ -26,7 +26,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[JobSetup, RunOptions]]:
         made.append((setup, options))
         return RunResult(75, "stopped (SIGTERM)", Counts())
 
-    monkeypatch.setattr(batchgen.job.run, "run_job", run_job)
+    monkeypatch.setattr(batchgen.job.remote, "run_job", run_job)
     return made
 
 
