@@ -120,7 +120,7 @@ def job_text(*, model: str, input: str, output: str, proposal: Proposal) -> str:
         "",
         *([f"# Columns of the input: {names}"] if names else []),
         "input:",
-        f"  path: {quoted(input)}  # file, glob pattern, or a list of them",
+        f"  path: {quoted(input)}  # file, glob pattern, URL, or a list of them",
         f"  id: {quoted(proposal.id or 'auto')}  # column that names a row; auto: `id`, else file:row",
         "  limit: null  # only the first N rows, to try things out",
         "",

@@ -62,6 +62,18 @@ class Selection:
         in_range = [max(0, stop - self.first) for stop in stops]
         return min([*in_range, *([] if self.limit is None else [self.limit])], default=None)
 
+    def may_hold(self, ordinal: int, *, has_where: bool) -> bool:
+        """Whether a row can be in it; a limit is counted only where every row is let through.
+
+        A journal may know more rows than are asked for now, from an attempt with a larger selection.
+        """
+        most = None if has_where else self.limit
+        return (
+            self.first <= ordinal
+            and (self.stop is None or ordinal < self.stop)
+            and (most is None or ordinal < self.first + most)
+        )
+
     def is_complete(self, success: Mapping[str, Any]) -> bool:
         """Whether a folder whose `_SUCCESS` says this holds exactly this selection."""
         rows, first, stop = success["rows"], success["first"], success["stop"]

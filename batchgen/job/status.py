@@ -132,7 +132,7 @@ def read_status(
     in_parts = Counts()
     for commit in parts.values():
         in_parts.add(commit.counts)
-    counts = _with_journal(in_parts, found)
+    counts = _with_journal(in_parts, found, manifest)
     workers = [worker for attempt in attempts for worker in _workers(folder, attempt)]
     sampled = sum(worker.sampled for worker in workers)
     kept = counts.completion_tokens + sum(len(partial.ids) for partial in found.partials.values())
@@ -254,11 +254,13 @@ def _free(root: Path) -> int | None:
         return None
 
 
-def _with_journal(in_parts: Counts, found: Replay) -> Counts:
+def _with_journal(in_parts: Counts, found: Replay, manifest: Manifest) -> Counts:
     counts = Counts()
     counts.add(in_parts)
-    for result in found.results.values():
-        counts.count(result.status, result.usage)
+    selection = Selection.of(manifest.rows, manifest.limit)
+    for row, result in found.results.items():
+        if selection.may_hold(row, has_where=manifest.has_where):
+            counts.count(result.status, result.usage)
     return counts
 
 

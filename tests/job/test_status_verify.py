@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from batchgen.job.folder import JobFolder
 from batchgen.job.folder_rows import FolderRows
 from batchgen.job.lease import LeaseRecord, Owner
 from batchgen.job.manifest import checksum
+from batchgen.job.report.collect import collect_report
+from batchgen.job.selection import Selection
 from batchgen.job.status import JobStatus, read_status
 from batchgen.job.verify import VerifyReport, verify_folder
 from batchgen.types import InputError, StorageError, UsageError
@@ -154,6 +157,31 @@ def test_verify_finds_nothing_wrong_with_a_complete_job(complete: Settings) -> N
     setup = setup_of(complete)
     assert verify_folder(Path(complete.output), setup.inputs, setup.fingerprints).ok
     setup.inputs.close()
+
+
+def test_rows_that_only_a_larger_selection_had_are_not_counted(tmp_path: Path) -> None:
+    fatal = {"do": "fatal", "exit_code": 3, "message": "the card fell out"}
+    large = job(tmp_path, part_rows=60, worker={"faults": [{**fatal, "after_tokens": 400}]})
+    with pytest.raises(InputError):
+        run_here(large)
+    rows = status(large).rows_done
+    assert rows > 3
+    small = replace(large, rows="57:60", worker={"faults": [{**fatal, "after_tokens": 1}]})
+    with pytest.raises(InputError):
+        run_here(small)
+    found = status(small)
+    assert found.rows_done <= found.rows_total == 3
+    report = collect_report(Path(small.output))
+    assert report["rows"]["done"] == found.rows_done
+    with pytest.raises(InputError):
+        run_here(replace(small, rows=None))
+    assert status(small).rows_done >= rows
+
+
+def test_a_limit_says_which_rows_only_where_all_are_let_through() -> None:
+    selection = Selection(first=10, limit=3)
+    assert [row for row in range(20) if selection.may_hold(row, has_where=False)] == [10, 11, 12]
+    assert [row for row in range(20) if selection.may_hold(row, has_where=True)] == list(range(10, 20))
 
 
 def test_verify_says_that_a_job_is_not_complete(failed: Settings) -> None:

@@ -20,6 +20,7 @@ from batchgen.job.part_summary import PartSummary, summary_of
 from batchgen.job.parts import PartCommit, read_summaries
 from batchgen.job.replay import replay
 from batchgen.job.run_stats import read_rows
+from batchgen.job.selection import Selection
 from batchgen.types import StorageError
 
 SLOWEST = 10
@@ -151,8 +152,11 @@ def _journal_rows(
     found = replay(folder.journal, manifest.job_id, Claims(folder).accepted_now(), manifest.part_rows, parts)
     damaged += map(str, found.dropped)
     reader = JournalReader(folder.journal, manifest.job_id)
+    selection = Selection.of(manifest.rows, manifest.limit)
     try:
         for row, result in sorted(found.results.items()):
+            if not selection.may_hold(row, has_where=manifest.has_where):
+                continue
             try:
                 (payload,) = reader.results([(row, result.location)])
                 yield row, "", RowResult.of(*unpack_result(payload)[1:])
