@@ -87,6 +87,21 @@ class IdLedger:
         while self.twice is None and self._has_alike():
             self._merge(self._runs[-_FANOUT:])
 
+    def rows_from(self, ordinal: int) -> int:
+        """Selected rows on disk that are not before a row. Raises StorageError."""
+        if ordinal <= self.start:
+            return self.rows
+        return sum(int(np.count_nonzero(c[:, 2] >= ordinal)) for run in self._runs for c in run.chunks())
+
+    def clear(self) -> None:
+        """Forget every row, on disk too."""
+        for run in self._runs:
+            run.path.unlink(missing_ok=True)
+        self._runs, self._places = [], []
+        self._hashes, self._ordinals = bytearray(), array("Q")
+        self.end, self.position, self.rows = self.start, None, 0
+        self.looks_suffixed, self.twice = False, None
+
     def nearest(self, ordinal: int) -> Position | None:
         """A place at or before a row, from which to read on to it; None for the beginning."""
         before = [place for place in self._places if place.ordinal <= ordinal]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.job.changes import DRIFT, Change
 from batchgen.job.drift import Drift, find_drift, reread
+from batchgen.job.ids import forget_ids
 from batchgen.types import DriftError
 
 if TYPE_CHECKING:
@@ -54,8 +55,9 @@ def settle_drift(
         InputError: the input cannot be read.
     """
     drift = find_drift(manifest.fingerprints, setup.fingerprints, manifest.pinned)
-    if drift.growth and setup.grow == "append":
-        _take_growth(drift, setup.inputs, index, say)
+    grows = bool(drift.growth) and setup.grow == "append"
+    if grows:
+        _take_growth(drift, setup, index, say)
     if drift.doubtful and not drift.differences:
         _look_closer(drift, setup.inputs, index, say)
     if drift.differences:
@@ -66,20 +68,27 @@ def settle_drift(
         _record(drift, setup, manifest, epoch, say)
     elif drift.engine:
         say("settings that change no result differ from the first attempt:\n" + "\n".join(drift.engine))
+    if grows and setup.retry is not None:
+        return
     manifest.fingerprints = {**manifest.fingerprints, "input": setup.fingerprints.input}
     manifest.digests = {**manifest.digests, "input": setup.fingerprints.digests()["input"]}
 
 
-def _take_growth(drift: Drift, inputs: InputSet, index: InputIndex, say: Callable[[str], None]) -> None:
-    """Take what was added to the input for no difference, if what was there is what it was."""
+def _take_growth(drift: Drift, setup: JobSetup, index: InputIndex, say: Callable[[str], None]) -> None:
+    """Take what was added to the input for no difference, if what was there is what it was.
+
+    A retry, whose settings are for its own rows, leaves it to the next run.
+    """
     others = len(drift.input)
     if drift.doubtful:
-        _look_closer(drift, inputs, index, say)
+        _look_closer(drift, setup.inputs, index, say)
     if len(drift.input) == others:
-        say("the input has grown at its end (input.grow: append):\n" + "\n".join(drift.growth))
+        later = "; `batchgen run` takes that in, after this retry" if setup.retry is not None else ""
+        say(f"the input has grown at its end (input.grow: append){later}:\n" + "\n".join(drift.growth))
         del drift.input[: len(drift.growth)]
         drift.doubtful.clear()
-        index.forget_end()
+        if setup.retry is None:
+            index.forget_end()
 
 
 def _look_closer(drift: Drift, inputs: InputSet, index: InputIndex, say: Callable[[str], None]) -> None:
@@ -105,6 +114,7 @@ def _keep_finished(folder: JobFolder, inputs: InputSet, index: InputIndex, commi
             "restore these rows, choose another output.path, or start over with --overwrite"
         )
     index.reset(again.entries)
+    forget_ids(folder.index)
 
 
 def _record(

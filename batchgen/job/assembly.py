@@ -75,6 +75,7 @@ class Assembler:
             change=0 if replaced is None else replaced.change,
             settings=settings,
             span=part.span,
+            duplicate_ids=job.manifest.duplicate_ids,
         )
 
     def close(self) -> None:

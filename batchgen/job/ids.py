@@ -18,6 +18,7 @@ from batchgen.data.id_ledger import HELD_ROWS, IdLedger
 from batchgen.data.identity import AUTO_COLUMN
 from batchgen.data.row import Position, Row
 from batchgen.data.source import InputSet
+from batchgen.job.files import atomic_write, storage
 from batchgen.job.selection import Selection
 from batchgen.types import BatchgenError, UsageError
 
@@ -81,10 +82,10 @@ def decide_ids(
 def _read_ids(inputs: InputSet, ledger: IdLedger, selection: Selection, stop: Callable[[], bool]) -> bool:
     """Bring the ledger up to the end of the selection, or to two rows that share an id; False if stopped."""
     position = ledger.position or Position()
-    rows = ledger.rows
+    rows = ledger.rows_from(selection.first)
     with closing(inputs.rows(ledger.position)) as reader:  # type: ignore[type-var]
         while ledger.twice is None:
-            if position.ordinal == selection.stop or rows == selection.limit:
+            if _holds(selection, position.ordinal, rows):
                 break
             row = next(reader, None)
             if row is None:
@@ -100,6 +101,25 @@ def _read_ids(inputs: InputSet, ledger: IdLedger, selection: Selection, stop: Ca
                 return False
     ledger.flush(position)
     return True
+
+
+def _holds(selection: Selection, ordinal: int, rows: int) -> bool:
+    """Whether a selection ends before a row, or with so many."""
+    past_end = selection.stop is not None and ordinal >= selection.stop
+    return past_end or (selection.limit is not None and rows >= selection.limit)
+
+
+def _goes_beyond(ledger: IdLedger, selection: Selection) -> bool:
+    """Whether a ledger, of a selection that was larger, knows ids of rows that are not selected now."""
+    past_end = selection.stop is not None and ledger.end > selection.stop
+    return past_end or (selection.limit is not None and ledger.rows > selection.limit)
+
+
+def forget_ids(folder: Path) -> None:
+    """Remove what is known of the ids of an input that has changed. Raises StorageError."""
+    with storage(folder, action="removed"):
+        for path in (*folder.glob("ids-*-*"), *folder.glob("decided-*")):
+            path.unlink(missing_ok=True)
 
 
 class UniqueIds:
@@ -134,7 +154,7 @@ class UniqueIds:
         if not self._started:
             self._started = True
             # Also for a later run, which does not meet that row again.
-            (self._folder / _WANTED).touch()
+            atomic_write(self._folder / _WANTED, b"")
             self._thread.start()
 
     def finish(self, stop: Callable[[], bool]) -> bool:
@@ -162,6 +182,8 @@ class UniqueIds:
     def _run(self) -> None:
         try:
             ledger = IdLedger(self._folder, self._selection.first, find_twice=True)
+            if _goes_beyond(ledger, self._selection):
+                ledger.clear()
             # What was read before may hold the same id twice, and be found out quickly.
             ledger.merge_all()
             if ledger.twice is None and _read_ids(self._inputs, ledger, self._selection, self._stop.is_set):

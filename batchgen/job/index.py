@@ -116,7 +116,7 @@ class InputIndex:
 
     def _apply(self, record: dict[str, Any]) -> None:
         if "reset" in record:
-            self.end = None
+            self.end, self.rows_seen = None, 0
             self._parts.clear()
             return
         if "grown" in record:

@@ -71,6 +71,7 @@ class PartCommit:
         change: number of the last retry that it has taken in.
         settings: which rows were computed under which change of the job, see `changes.Runs`.
         span: ordinals for which it was decided which rows are selected: first, and the one after the last.
+        duplicate_ids: under which `input.duplicate_ids` it was written.
     """
 
     part: int
@@ -83,6 +84,7 @@ class PartCommit:
     change: int = 0
     settings: Sequence[Sequence[int]] = ()
     span: tuple[int, int] | None = None
+    duplicate_ids: str = "error"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -176,6 +178,7 @@ class PartStore:
         change: int = 0,
         settings: Sequence[Sequence[int]] = (),
         span: tuple[int, int] | None = None,
+        duplicate_ids: str = "error",
     ) -> PartCommit:
         """Write a part and put it in place; a part that exists under the name is replaced.
 
@@ -186,7 +189,7 @@ class PartStore:
             compression: one of the format's.
             still_owner: raises when another process has taken over; asked right before the rename.
             size: bytes that it will take, roughly; what a full disk asks for.
-            change, settings, span: as in `PartCommit`; looked at when all records have passed.
+            change, settings, span, duplicate_ids: as in `PartCommit`; looked at when all records have passed.
 
         Raises:
             StorageError: nothing has changed in `data/`.
@@ -221,6 +224,7 @@ class PartStore:
                     change,
                     tuple(settings),
                     span,
+                    duplicate_ids,
                 )
                 described = {"part": part, "digest": written.digest, "summary": summary.to_json()}
                 self._summaries.append([described])

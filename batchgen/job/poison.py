@@ -65,7 +65,7 @@ class Suspects:
 
     @property
     def canary(self) -> Pending | None:
-        """A row that finished in this attempt; None while none has."""
+        """A row that has finished, now or in an earlier attempt; None while none is known."""
         return self._canary
 
     def finished(self, pending: Pending, tokens: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from batchgen.data.id_decisions import IdDecisions
@@ -183,6 +184,10 @@ def open_job(
     parts.recognise(say, still_owner)
     still_owner()
     settle_drift(setup, folder, manifest, index, parts.committed, claim.epoch, say, accept=accept_drift)
+    selection = setup.selection
+    if setup.retry is not None and index.end is not None:
+        # What the input has more by now is for an ordinary run.
+        selection = selection.up_to(index.end)
     job = OpenJob(
         folder=folder,
         manifest=manifest,
@@ -195,14 +200,14 @@ def open_job(
         journal=JournalWriter(folder.journal, manifest.job_id, claim.epoch),
         stats=RunStats(folder, claim.epoch),
         counts=Counts(),
-        selection=setup.selection,
+        selection=selection,
         input_rows=setup.inputs.num_rows(),
-        total=_rows_of_success(folder, setup.selection),
+        total=_rows_of_success(folder, selection),
     )
     _check_selection(job)
-    _decide_ids(job, setup, stops, say)
     if setup.retry is not None:
         begin_retry(job, setup.retry)
+    _decide_ids(job, setup, stops, say)
     manifest.enter(claim.epoch)
     _find_replaced(job)
     job.found = _replay(job, claim)
@@ -298,18 +303,18 @@ def _check_selection(job: OpenJob) -> None:
 
 def _decide_ids(job: OpenJob, setup: JobSetup, stops: Stops, say: Callable[[str], None]) -> None:
     """Find out what becomes of ids before any row runs; parts written before that was asked for follow."""
-    before, now = job.manifest.duplicate_ids, setup.duplicate_ids
+    now = setup.duplicate_ids
     job.manifest.require_duplicate_ids(now, job.folder)
     if now == "error":
         return
     say(f"reading the ids of the rows first (input.duplicate_ids: {now})")
     job.decisions = decide_ids(job.inputs, job.folder.index, now, job.selection, stops)
     job.manifest.duplicate_ids = now
-    if job.decisions is not None and before == "error":
-        for ordinal in job.decisions.ordinals():
-            commit = job.parts.committed.pop(ordinal // job.manifest.part_rows, None)
-            if commit is not None:
-                job.replaced[commit.part] = job.replacing(commit, change=commit.change)
+    if job.decisions is not None:
+        for part, _ in groupby(ordinal // job.manifest.part_rows for ordinal in job.decisions.ordinals()):
+            commit = job.parts.committed.get(part)
+            if commit is not None and commit.duplicate_ids != now:
+                job.replaced[part] = job.replacing(commit, change=commit.change)
 
 
 def _grown_parts(job: OpenJob) -> Iterator[PartCommit]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -176,7 +177,7 @@ def _run_owned(
             stop_signals(lambda name: events.put(StopAsked(name)), partial(_abandon, running)),
             beside(lambda error: events.put(StopAsked(str(error), error))),
         ):
-            stops = _Stops(events)
+            stops = _Stops(events, options)
             job = open_job(setup, folder, claim, tell, stops, accept_drift=options.accept_drift)
             try:
                 job.ids = _unique_ids(job, setup, events)
@@ -218,14 +219,16 @@ def _run_owned(
 
 
 class _Stops:
-    """Whether something outside has asked the run to stop, for work beside the supervisor's loop.
+    """Whether a run has to stop, for work beside the supervisor's loop.
 
     Args:
         events: the queue of that loop, which is not running.
+        options: of the run, whose time may be over.
     """
 
-    def __init__(self, events: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, events: queue.SimpleQueue[Any], options: RunOptions) -> None:
         self._events = events
+        self._options = options
         self._asked: StopAsked | None = None
 
     def __call__(self) -> bool:
@@ -233,6 +236,8 @@ class _Stops:
             event = self._events.get()
             if isinstance(event, StopAsked):
                 self._asked = event
+        if self._asked is None and (overdue := self._options.overdue(time.monotonic())) is not None:
+            self._asked = StopAsked(overdue)
         return self._asked is not None
 
     def reason(self) -> str:

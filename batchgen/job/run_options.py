@@ -133,6 +133,12 @@ class RunOptions:
     began: float = field(default_factory=time.monotonic)
     gpu_hour: float | None = None
 
+    def overdue(self, now: float) -> str | None:
+        """Why the run must stop by itself at `now`, of the monotonic clock; None while it may go on."""
+        if self.max_time is None or now - self.began < self.max_time:
+            return None
+        return f"run.max_time ({self.max_time:g} s) is over"
+
 
 @dataclass(frozen=True, slots=True)
 class RunResult:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 _ROWS = re.compile(r"(\d{1,18})?:(\d{1,18})?")
@@ -46,6 +46,10 @@ class Selection:
     def rows(self) -> str:
         """The range as `input.rows` has it."""
         return f"{self.first}:{'' if self.stop is None else self.stop}"
+
+    def up_to(self, end: int) -> Self:
+        """The same of an input that ends after `end` rows."""
+        return replace(self, stop=end if self.stop is None else min(self.stop, end))
 
     def span(self, part: int, part_rows: int) -> Span:
         """The ordinals of a part that are in the range; empty if the second is not above the first."""

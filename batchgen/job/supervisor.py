@@ -88,6 +88,7 @@ class Supervisor:
         self._report = report
         self._say = say
         self._events: queue.SimpleQueue[Message | Assembled | StopAsked] = events
+        self._suspects = Suspects(job.folder.suspects)
         self._window = Window(
             job.inputs,
             job.index,
@@ -103,12 +104,12 @@ class Supervisor:
             counts=job.counts,
             decisions=None if job.decisions is None else job.decisions.another(),
             on_id=None if job.ids is None else job.ids.start,
+            on_done=self._suspects.finished,
             on_bad_row=self._bad_row,
             on_notes=job.stats.add_notes,
         )
         self._rows_run = 0
         self._ready_at: float | None = None
-        self._suspects = Suspects(job.folder.suspects)
         self._pool = RowPool(
             self._window,
             part_rows=job.manifest.part_rows,
@@ -501,8 +502,8 @@ class Supervisor:
             self._report(progress)
         if self._stopping is not None:
             self._press(self._stopping, now)
-        elif self._options.max_time is not None and now - self._options.began >= self._options.max_time:
-            self._begin_stop(f"run.max_time ({self._options.max_time:g} s) is over", None, drain=True)
+        elif (overdue := self._options.overdue(now)) is not None:
+            self._begin_stop(overdue, None, drain=True)
 
     def _kill_hanging(self, seconds: float) -> None:
         for worker in self._fleet.hanging(seconds):

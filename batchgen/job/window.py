@@ -7,7 +7,7 @@ The supervisor takes rows from here, reports what is safely in the journal, and 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,7 +116,8 @@ class Window:
         parts: most parts that are open at a time.
         counts: gets the rows that need to run no more.
         decisions: what becomes of rows whose id an earlier one has; None for nothing.
-        on_id: called with each row that has a column `id`; None if nobody wants to know.
+        on_id: called once, when a row has a column `id`; None if nobody wants to know.
+        on_done: called once, with a row that an earlier run has answered and how many tokens that took.
         on_bad_row: called with each row that could not be read; may raise InputError.
         on_notes: called with each part in which something was repaired while reading, once it is read: its
             number, and by note how many rows and the first of them.
@@ -145,6 +146,7 @@ class Window:
         counts: Counts,
         decisions: IdDecisions | None,
         on_id: Callable[[], None] | None,
+        on_done: Callable[[Pending, int], None],
         on_bad_row: Callable[[Row], None],
         on_notes: Callable[[int, Mapping[str, list[int]]], None],
     ) -> None:
@@ -163,6 +165,7 @@ class Window:
         self._counts = counts
         self._decisions = decisions
         self._on_id = on_id
+        self._on_done: Callable[[Pending, int], None] | None = on_done
         self._on_bad_row = on_bad_row
         self._on_notes = on_notes
         self._open: dict[int, OpenPart] = {}
@@ -365,17 +368,27 @@ class Window:
         stays = None if part.kept is None else part.kept.result(row.ordinal)
         if stays is not None:
             part.done[row.ordinal] = stays
-            self._counts.count(stays.status, stays.usage)
+            self._count(row, stays.status, stays.usage)
             return None
         if result is not None and result.digest == row.digest:
             part.done[row.ordinal] = result.location
-            self._counts.count(result.status, result.usage)
+            self._count(row, result.status, result.usage)
             return None
         part.unanswered += 1
         packed = pack_prompt_values(row, self._columns)
         key = self._order(row.ordinal, (row.values.get(name) for name in self._columns), len(packed))
         ids = partial.ids if partial is not None and partial.digest == row.digest else array("i")
         return Pending(row.ordinal, packed, row.digest, ids, key, self._priority_of(row))
+
+    def _count(self, row: Row, status: str, usage: Sequence[int] | None) -> None:
+        """Count a row that has its result from an earlier run."""
+        self._counts.count(status, usage)
+        if self._on_done is not None and status == Status.OK:
+            self._on_done(
+                Pending(row.ordinal, pack_prompt_values(row, self._columns), row.digest),
+                usage[1] if usage else 0,
+            )
+            self._on_done = None
 
     def _priority_of(self, row: Row) -> int:
         value = 0 if self._priority is None else row.values.get(self._priority)
