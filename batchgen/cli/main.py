@@ -67,7 +67,8 @@ class _Verbs(click.Group):
     cls=_Verbs,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="Exit codes: 0 done, 1 a bug, 2 usage or job file, 3 input, 4 the job differs from its "
-    "folder, 5 storage, 6 another process owns the run, 7 engine, 8 finished with faults, 75 run it again.",
+    "folder, 5 storage, 6 another process owns the run, 7 engine, 8 finished with faults, 75 run it again, "
+    "130 stopped at once.",
 )
 @click.version_option(batchgen.__version__, prog_name="batchgen")
 def group() -> None:

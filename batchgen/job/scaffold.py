@@ -134,7 +134,7 @@ def job_text(*, model: str, input: str, output: str, proposal: Proposal) -> str:
         "  seed: 0  # same seed, same answers",
         "",
         f"output:\n  path: {quoted(output)}  # results in data/ under it",
-        "  format: parquet  # parquet or jsonl",
+        "  format: parquet  # parquet, jsonl or openai_batch",
     ]
     return "\n".join(lines) + "\n"
 
