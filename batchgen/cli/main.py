@@ -10,13 +10,15 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
 
 import batchgen
+from batchgen.cli.standard_files import open_standard_files, refused_output, say_if_possible
 from batchgen.text.terminal import safe
-from batchgen.types import BatchgenError
+from batchgen.types import BatchgenError, StorageError
 
 if TYPE_CHECKING:
     from batchgen.job.run_options import Launcher
@@ -85,13 +87,15 @@ def main(arguments: Sequence[str] | None = None, *, launch: Launcher | None = No
         arguments: the command line; default: the process's own.
         launch: starts the worker processes of `run`; default: `batchgen.dist.handle.launch_worker`.
     """
+    open_standard_files()
     try:
         result = group.main(args=arguments, prog_name="batchgen", standalone_mode=False, obj=launch)
         return result if isinstance(result, int) else 0
     except click.Abort:
         return SECOND_INTERRUPT
     except click.ClickException as error:
-        error.show()
+        with suppress(OSError):
+            error.show()
         return 2
     except BatchgenError as error:
         _complain(str(error))
@@ -103,7 +107,11 @@ def main(arguments: Sequence[str] | None = None, *, launch: Launcher | None = No
         # A run that was cut off in this way is not complete.
         given = sys.argv[1:] if arguments is None else arguments
         return 1 if list(given[:1]) == ["run"] else 0
-    except Exception:
+    except Exception as error:
+        refused = refused_output(error) if isinstance(error, OSError) else None
+        if refused is not None:
+            _complain(refused)
+            return StorageError.exit_code
         traceback.print_exc()
         _complain(
             f"this is a bug in batchgen {batchgen.__version__}; please report it with the lines above. "
@@ -113,4 +121,4 @@ def main(arguments: Sequence[str] | None = None, *, launch: Launcher | None = No
 
 
 def _complain(message: str) -> None:
-    click.echo(f"batchgen: {safe(message)}", err=True)
+    say_if_possible(f"batchgen: {safe(message)}")

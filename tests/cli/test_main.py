@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +132,29 @@ def test_version_names_what_results_depend_on(capsys: pytest.CaptureFixture[str]
 )
 def test_text_for_a_terminal_cannot_steer_it(text: str, shown: str) -> None:
     assert safe(text) == shown
+
+
+_MAIN = "import sys; from batchgen.cli.main import main; sys.exit(main({arguments}))"
+
+
+def run_with(redirection: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command line in a process of its own, its standard files as the shell's words say."""
+    program = [sys.executable, "-c", _MAIN.format(arguments=arguments)]
+    return subprocess.run(["sh", "-c", f'exec "$@" {redirection}', "sh", *program], text=True, stderr=-1)
+
+
+def test_closed_standard_files_lead_nowhere(tmp_path: Path) -> None:
+    """Else the first file that is opened would get what is printed."""
+    assert run_with("0<&- 1>&- 2>&-", ["schema", "--output", str(tmp_path / "s.json")]).returncode == 0
+    assert json.loads((tmp_path / "s.json").read_text())["title"]
+    assert run_with("0<&- 1>&- 2>&-", ["status", str(tmp_path)]).returncode == 2
+
+
+def test_an_output_that_is_full_is_no_bug() -> None:
+    full = run_with("1>/dev/full", ["version"])
+    assert (full.returncode, full.stderr) == (
+        5,
+        "batchgen: standard output cannot be written: No space left on device; send it elsewhere\n",
+    )
+    assert run_with("2>/dev/full", ["status", "gone"]).returncode == 2
+    assert run_with("2>/dev/full", ["nothing"]).returncode == 2
