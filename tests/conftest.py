@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from stand_in_hub import StandInHub
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 # Waiting OpenMP threads must not spin while another process needs the core; read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# How fast a busy machine makes examples says nothing of the code, and fixtures here are not changed.
+settings.register_profile("batchgen", deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("batchgen")
 
 
 @pytest.fixture

@@ -143,6 +143,8 @@ def check_job(spec: JobSpec, report: Report, *, rows_for_ids: int, resume: bool 
     if spec.sound("output.path"):
         with report.check("output", "path"):
             _check_output_is_folder(spec)
+            if spec.output_url is not None:
+                _check_store(spec.output_url)
     if spec.sound("output") and spec.output.push_to_hub is not None:
         from batchgen.job.push import require_token
 
@@ -194,6 +196,7 @@ def bind_prompt(spec: JobSpec, inputs: InputSet) -> PromptSpec:
 
     Raises:
         UsageError: a column that the prompt needs is not there.
+        InputError: of the first rows none can be read.
     """
     from batchgen.text.prompt_spec import spec_from_sections
 
@@ -210,14 +213,14 @@ def bind_prompt(spec: JobSpec, inputs: InputSet) -> PromptSpec:
 
 
 def _explain_no_columns(inputs: InputSet) -> None:
-    """Raises UsageError where rows are missing, rather than their columns."""
+    """Raises UsageError where there are no rows, and InputError where none can be read."""
     first = next(inputs.window(), None)
     if first is None:
         raise UsageError(
             "input.path: the input has no rows, so nothing says which columns it has; give a file with rows"
         )
     if first.error is not None:
-        raise UsageError(
+        raise InputError(
             "input.path: none of the first rows can be read, so the prompt has no columns "
             f"({_placed(first, first.error.message)}); correct the file, or say in input.format what it is"
         )
@@ -406,6 +409,13 @@ def _check_output_is_folder(spec: JobSpec) -> None:
         raise UsageError(f"output.path: {existing} is a file; give a folder")
 
 
+def _check_store(url: str) -> None:
+    """Whether the object store's package is there; asks nothing over the network."""
+    from batchgen.job.object_store import ObjectStore
+
+    ObjectStore(url)
+
+
 def _check_output_columns(spec: JobSpec, inputs: InputSet) -> list[str]:
     from batchgen.data.results import plan_output
 
@@ -423,7 +433,8 @@ def _check_priority(spec: JobSpec, inputs: InputSet) -> None:
     column, columns = spec.run.priority, list(inputs.columns())
     if column is not None and column not in columns:
         raise UsageError(
-            f"run.priority: the input has no column {column!r} (it has {', '.join(map(repr, columns))})"
+            f"run.priority: the input has no column {column!r} (it has {', '.join(map(repr, columns))}); "
+            "name one of these, or remove run.priority"
         )
 
 
@@ -487,10 +498,18 @@ def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> N
     report.notes += _undeclared(inputs)
     if not scan.read:
         report.notes.append("the input has no rows")
-    if scan.bad:
-        fate = "becomes an error row" if spec.input.on_bad_row == "record" else "will stop the job"
+    if scan.bad and (setting := _stopping_setting(spec)) is not None:
+        report.faults.append(
+            InputError(
+                f"input.path: {scan.bad} of the first {scan.read:,} rows cannot be read and {setting} is "
+                f"set; {scan.first_bad}; correct the row, or let bad rows be recorded (input.on_bad_row: "
+                "record, run.fail_fast: false)"
+            )
+        )
+    elif scan.bad:
         report.notes.append(
-            f"{scan.bad} of the first {scan.read:,} rows cannot be read and each {fate}; {scan.first_bad}"
+            f"{scan.bad} of the first {scan.read:,} rows cannot be read and each becomes an error row; "
+            f"{scan.first_bad}"
         )
     if scan.unanswered:
         _judge_unanswered(scan)
@@ -519,6 +538,13 @@ def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> N
         )
 
 
+def _stopping_setting(spec: JobSpec) -> str | None:
+    """Because of which setting a bad row ends the run."""
+    if spec.input.on_bad_row == "stop":
+        return "input.on_bad_row: stop"
+    return "run.fail_fast: true" if spec.run.fail_fast else None
+
+
 def _undeclared(inputs: InputSet) -> Iterator[str]:
     """Columns of `input.schema` that none of the first rows has: rare ones, or misspelled."""
     schema = inputs.options.schema or {}
@@ -533,7 +559,9 @@ def _undeclared(inputs: InputSet) -> Iterator[str]:
 def _judge_unanswered(scan: _Scan) -> None:
     """An expression that says nothing of any row is wrong; of a few rows, the rows are."""
     if scan.unanswered + scan.bad == scan.selected == scan.read:
-        raise UsageError(f"{scan.first_unanswered}; it has no answer for any of the first {scan.read:,} rows")
+        raise UsageError(
+            f"{scan.first_unanswered}; it has no answer for any of the first {scan.read:,} rows; correct it"
+        )
 
 
 def _placed(row: Row, message: str) -> str:

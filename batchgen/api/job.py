@@ -89,10 +89,12 @@ class Job:
 
         report = checks.Report()
         with closing(checks.check_job(self.spec, report, rows_for_ids=checks.ROWS_FOR_IDS)) as found:
+            with report.check("output", "path"):
+                checks.check_output_writable(self.spec)
             if found.prompt is not None and found.source is not None:
                 with report.check():
                     tokenizer = checks.load_tokenizer(found.tokenizer_source or found.source)
-                    checks.check_prompt(self.spec, found.prompt, tokenizer, report)
+                    checks.check_prompt(self.spec, found.prompt, tokenizer, report, found.inputs)
         return report.faults
 
     def run(

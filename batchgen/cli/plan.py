@@ -82,11 +82,17 @@ def _judge(spec: JobSpec, plan: Mapping[str, Any], report: Report) -> None:
         report.faults.append(
             UsageError(
                 f"input.id: ids must be distinct, but {ids['rows']:,} rows have the id of an earlier one, "
-                f"as row {example['row']:,} has that of row {example['equals_row']:,}"
+                f"as row {example['row']:,} has that of row {example['equals_row']:,}; remove them, name "
+                "another column in input.id, or set input.duplicate_ids: suffix or keep_first"
             )
         )
     if plan["resume"]["would"] == "refuse":
-        report.faults.append(DriftError("the output folder belongs to a job that differs from this one"))
+        report.faults.append(
+            DriftError(
+                f"output.path: {spec.output.path} belongs to a job that differs from this one; undo what is "
+                "shown above, choose another output.path, or see what `run` says of --accept-drift"
+            )
+        )
 
 
 def _plan(spec: JobSpec, found: Prepared, report: Report, sample: int | None) -> dict[str, Any]:

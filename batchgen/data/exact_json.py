@@ -15,6 +15,7 @@ from decimal import Decimal
 from json.encoder import encode_basestring
 from typing import Any
 
+from batchgen.json_problem import json_problem
 from batchgen.types import ErrorClass, RowFailure
 
 MAX_DEPTH = 200
@@ -125,7 +126,7 @@ class LineDecoder:
             return values
         except json.JSONDecodeError as e:
             raise RowFailure(
-                ErrorClass.INVALID_JSON, f"not valid JSON: {e.msg} at character {e.pos} of the {self._unit}"
+                ErrorClass.INVALID_JSON, f"not valid JSON: {json_problem(e)} of the {self._unit}"
             ) from None
         except RecursionError:
             raise _too_deep() from None

@@ -41,7 +41,7 @@ class _LocalFile:
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as e:
-            raise InputError(f"{path}: cannot be read: {e.strerror}") from e
+            raise InputError(f"{path}: cannot be read: {e.strerror}; check the file and its disk") from e
 
     def read_at(self, offset: int, size: int) -> bytes:
         try:
@@ -51,7 +51,9 @@ class _LocalFile:
             ):
                 data += more
         except OSError as e:
-            raise InputError(f"{self._path}: cannot be read at byte {offset}: {e.strerror}") from e
+            raise InputError(
+                f"{self._path}: cannot be read at byte {offset}: {e.strerror}; check its disk"
+            ) from e
         return data
 
     def close(self) -> None:

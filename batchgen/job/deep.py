@@ -30,6 +30,7 @@ from batchgen.job.workers import WorkerState, describe_exit
 from batchgen.types import EngineError, Status
 
 GOODBYE_SECONDS = 5.0
+_REMEDY = "verify where the job can run, or without --deep"
 SHOWN = 40
 _COMPARED = ("status", "generated_text", "finish_reason", "stop_reason", "usage")
 # Of the memory that happened to be free, which changes no result.
@@ -202,10 +203,11 @@ def _compute(
                     case {"type": "results", "rows": answers}:
                         results |= {row: RowResult.from_message(message) for row, message, _ in answers}
                     case {"type": "fatal", "message": message}:
-                        raise EngineError(message)
+                        raise EngineError(f"the engine does not start: {message}; {_REMEDY}")
                     case None:
                         last = "\n  ".join(["its last words:", *handle.last_lines()])
-                        raise EngineError(f"the worker {describe_exit(handle.wait(GOODBYE_SECONDS))}; {last}")
+                        end = describe_exit(handle.wait(GOODBYE_SECONDS))
+                        raise EngineError(f"the worker process {end}; {_REMEDY}; {last}")
             worker.stop()
             handle.wait(GOODBYE_SECONDS)
         finally:

@@ -13,6 +13,7 @@ import batchgen
 from batchgen.job.changes import Change, latest_drift, now_text, of_epoch
 from batchgen.job.files import OS_FILES, anyone, atomic_write, read_file, storage
 from batchgen.job.folder import JobFolder
+from batchgen.json_problem import json_problem
 from batchgen.types import DriftError, StorageError, UsageError
 
 FORMAT = 1
@@ -143,8 +144,8 @@ def load_manifest(folder: JobFolder) -> Manifest | None:
         raise
     except ValueError as error:
         raise StorageError(
-            f"{folder.manifest}: not a manifest ({error}); restore it from a copy, or start over "
-            "with --overwrite"
+            f"{folder.manifest}: not a manifest ({json_problem(error)}); restore it from a copy, or start "
+            "over with --overwrite"
         ) from error
     if not isinstance(data, dict) or not isinstance(data.get("format"), int):
         raise StorageError(

@@ -52,7 +52,7 @@ class ObjectStore:
             self._fs: Any = fsspec.filesystem(name, use_listings_cache=False)
         except ImportError as error:
             raise UsageError(
-                f"output.path: {self.url}: {name}:// needs a package that is not installed: "
+                f"output.path: {self.url}: {name}:// needs a package that is not installed; "
                 f"pip install {PROTOCOLS[name]}"
             ) from error
         self._root = str(self._fs._strip_protocol(url)).rstrip("/")

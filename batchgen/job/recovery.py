@@ -118,9 +118,9 @@ class OpenJob:
         differences = diff(manifest.pinned, pinned)
         if differences:
             raise DriftError(
-                f"{self.folder.root}: numeric choices are not those of the first attempt:\n"
+                f"{self.folder.root}: the engine computes otherwise here than where this job began:\n"
                 + "\n".join(differences)
-                + "\nRun where they can be repeated, or start over with --overwrite."
+                + "\nRun on a machine like that of the first attempt; or start over with --overwrite."
             )
         # How much memory there is for the cache changes no bits.
         changed = diff({**manifest.facts, "num_blocks": None}, {**facts, "num_blocks": None})

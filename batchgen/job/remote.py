@@ -131,7 +131,9 @@ def fetched(url: str) -> Iterator[Path]:
     objects = store.sizes()
     latest = _latest_claim(store, objects)
     if latest is None:
-        raise UsageError(f"{url}: this is not an output folder of batchgen (it has no claims)")
+        raise UsageError(
+            f"{url}: this is not the output folder of a job, or its run has not begun; check the URL"
+        )
     with tempfile.TemporaryDirectory(prefix="batchgen-") as place:
         copy = Path(place)
         _pull(store, copy, objects, latest, _accepted(objects, latest))

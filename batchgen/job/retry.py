@@ -128,5 +128,6 @@ def _count(job: OpenJob, commit: PartCommit, condition: Condition) -> int:
         return sum(condition(row) for row in read_part(path, job.plan.to_json()))
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(
-            f"{path}: cannot be read ({error}); `batchgen verify` says what is wrong"
+            f"{path}: cannot be read ({error}); `batchgen verify {job.folder.root}` says what is wrong, and "
+            "`batchgen run` makes damaged parts anew"
         ) from error

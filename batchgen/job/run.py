@@ -305,8 +305,9 @@ def _gated(folder: JobFolder, manifest: Manifest, options: RunOptions, result: R
 
 def _complete(counts: Counts, options: RunOptions, reason: str) -> RunResult:
     """Complete, with the exit code that the share of error rows asks for."""
-    if counts.error and counts.error == counts.rows:
-        return RunResult(TOO_MANY_ERRORS, f"{reason}, and every one is an error", counts)
+    if counts.error and not counts.ok:
+        skipped = f" or skipped ({counts.skipped:,})" if counts.skipped else ""
+        return RunResult(TOO_MANY_ERRORS, f"{reason}, and every one is an error{skipped}", counts)
     if options.fail_fast and counts.error:
         return RunResult(
             BAD_ROWS, f"{reason}, {counts.error:,} of them an error, and run.fail_fast is set", counts

@@ -271,7 +271,8 @@ class Supervisor:
             setting = "input.on_bad_row: stop" if self._options.stop_on_bad_row else "run.fail_fast"
             raise InputError(
                 f"row {row.ordinal} is bad ({error.error_class}: {error.message}) and {setting} is set; "
-                "let bad rows be recorded, or correct the row and continue with --accept-drift"
+                "correct the row and continue with --accept-drift, or let bad rows be recorded "
+                "(input.on_bad_row: record, run.fail_fast: false)"
             )
 
     # Workers.
@@ -309,7 +310,10 @@ class Supervisor:
             case "fatal":
                 worker.fatal = message
             case unknown:
-                raise EngineError(f"the worker sent a message of unknown type {unknown!r}")
+                raise EngineError(
+                    f"worker {worker.number} sent a message of unknown type {unknown!r}; is it of another "
+                    "version of batchgen? Install it anew, then run the same command again"
+                )
 
     def _ready(self, worker: WorkerState, message: Mapping[str, Any]) -> None:
         self._job.pin(message["pinned"], message["facts"], self._say)
@@ -353,7 +357,10 @@ class Supervisor:
     def _check_fail_fast(self, row: int, result: Mapping[str, Any]) -> None:
         if self._options.fail_fast and result["status"] == "error" and self._stopping is None:
             error_class, text = result["error"]
-            error = InputError(f"row {row} failed ({error_class}: {text}) and run.fail_fast is set")
+            error = InputError(
+                f"row {row} failed ({error_class}: {text}) and run.fail_fast is set; correct the row and "
+                "continue with --accept-drift, or go on past it with --set run.fail_fast=false"
+            )
             self._begin_stop(str(error), error, drain=False)
 
     def _partials(self, worker: WorkerState, message: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NoReturn, get_type_hints
 
+from batchgen.json_problem import json_problem
 from batchgen.sampling.resolve import resolve_sampling
 from batchgen.types import ErrorClass, RowFailure, SamplingParams, UsageError
 
@@ -119,7 +120,7 @@ class RowSampling:
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+            reason = "nested too deeply" if isinstance(error, RecursionError) else json_problem(error)
             self._refuse(f" should hold an object of overrides as JSON, but: {reason}")
 
     def _refuse(self, what: str) -> NoReturn:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from batchgen.json_problem import json_problem
 from batchgen.types import SamplingParams, UsageError
 
 NEUTRAL: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -43,7 +44,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
             return config
         reason = "it holds no object"
     except (OSError, ValueError) as error:
-        reason = str(error)
+        reason = json_problem(error) if isinstance(error, ValueError) else str(error)
     raise UsageError(
         f"model.path: {file} cannot be read ({reason}); "
         "download it again, or set model.generation_defaults: none"

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from batchgen.json_problem import json_problem
 from batchgen.types import ErrorClass, RowFailure
 
 Message = dict[str, Any]
@@ -82,7 +83,7 @@ def parse_json(column: str, what: str, text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        reason = "nested too deeply" if isinstance(error, RecursionError) else json_problem(error)
         raise RowFailure(
             ErrorClass.INVALID_JSON, f"column {column!r} should hold {what} as JSON, but: {reason}"
         ) from error

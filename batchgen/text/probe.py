@@ -49,11 +49,15 @@ def chat_faults(spec: PromptSpec, template: ChatTemplate) -> Iterator[UsageError
         if refusal is not None:
             yield UsageError(
                 f"prompt.assistant_prefix: the chat template cannot leave an assistant turn open ({refusal})"
+                "; remove it, or give another template in prompt.chat_template"
             )
     if spec.turns is not None:
         refusal = _refusal(template, [_USER, _ANSWER, _USER])
         if refusal is not None:
-            yield UsageError(f"sampling.turns: the chat template cannot render a dialogue ({refusal})")
+            yield UsageError(
+                f"sampling.turns: the chat template cannot render a dialogue ({refusal}); "
+                "remove it, or give another template in prompt.chat_template"
+            )
     if spec.tools:
         yield from _tools_faults(spec, template)
 
@@ -63,7 +67,10 @@ def _tools_faults(spec: PromptSpec, template: ChatTemplate) -> Iterator[UsageErr
     try:
         rendered = template.render([_USER], tools=tools)
     except Exception as error:
-        yield UsageError(f"prompt.tools: the chat template cannot render these tools ({said(error)})")
+        yield UsageError(
+            f"prompt.tools: the chat template cannot render these tools ({said(error)}); "
+            "correct them, or give another template in prompt.chat_template"
+        )
         return
     if rendered == template.render([_USER]):
         yield UsageError(

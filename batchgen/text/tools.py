@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from batchgen.json_problem import json_problem
 from batchgen.text.messages import without_nulls
 from batchgen.types import ErrorClass, RowFailure
 
@@ -42,7 +43,7 @@ def _parse(where: str, text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        reason = "nested too deeply" if isinstance(error, RecursionError) else json_problem(error)
         raise RowFailure(
             ErrorClass.INVALID_TOOLS, f"{where} should hold tools as JSON, but: {reason}"
         ) from error

@@ -188,6 +188,23 @@ def test_rows_that_cannot_be_read_are_a_note(write_job: Write, capsys: Captured)
     )
 
 
+@pytest.mark.parametrize("setting", ["input.on_bad_row=stop", "run.fail_fast=true"])
+def test_rows_that_would_stop_the_job_are_exit_3(write_job: Write, capsys: Captured, setting: str) -> None:
+    job = write_job(rows='{"prompt": "a"}\n{broken\n')
+    assert main(["validate", job, "--set", setting]) == 3
+    assert "rows cannot be read and" in (said := capsys.readouterr().err)
+    assert said.count("prompts.jsonl line 2") == 1
+
+
+def test_an_openai_batch_of_which_no_first_line_can_be_read(write_job: Write, capsys: Captured) -> None:
+    line = '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"n": 2}}\n'
+    assert main(["validate", write_job(rows=line)]) == 3
+    said = capsys.readouterr().err
+    assert "none of the first rows can be read" in said
+    assert "prompts.jsonl line 1: " in said
+    assert "sampling" not in said
+
+
 def test_corrupt_input_is_exit_3(write_job: Write, capsys: Captured) -> None:
     job = write_job()
     pq.write_table(pa.table({"prompt": ["a"]}), "a.parquet")

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_files import parquet, write_rows
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.data.arrow_values import unsupported_type
@@ -112,7 +112,7 @@ def content(table: pa.Table) -> bytes:
     return out.getvalue()
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None)
 @given(tables())
 def test_parquet_to_parquet_changes_nothing(tmp_path: Path, table: pa.Table) -> None:
     inputs = open_input(parquet(tmp_path, table, row_group_size=2))
@@ -124,7 +124,7 @@ def test_parquet_to_parquet_changes_nothing(tmp_path: Path, table: pa.Table) -> 
     assert content(after) == content(before)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None)
 @given(tables())
 def test_different_values_are_different_texts(tmp_path: Path, table: pa.Table) -> None:
     """But for NaN and the infinities, which are null, since JSON has none."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from data_files import classes, compress, write, write_rows
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.data.results import plan_output
@@ -183,7 +183,7 @@ def test_what_is_read_can_be_written(tmp_path: Path, format: str) -> None:
     assert write_rows(tmp_path / "out", inputs.rows(), plan).rows == 3
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(
     table=st.lists(
         st.lists(st.text(alphabet='ab,;\t"\n\r é', max_size=6), min_size=2, max_size=2), max_size=6

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_files import jsonl, parquet, write, write_rows
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.data.exact_json import LineDecoder
@@ -221,7 +221,7 @@ _SCALARS = (
 _OBJECTS = st.dictionaries(st.sampled_from("abcd"), _SCALARS | st.lists(_SCALARS, max_size=2))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(st.lists(_OBJECTS, min_size=1, max_size=6))
 def test_any_objects_survive_both_outputs(tmp_path: Path, objects: list[dict]) -> None:
     path = write(tmp_path, "in.jsonl", "".join(f"{json.dumps(x)}\n" for x in objects))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from data_files import TEXT_SUFFIXES, compress, parquet, write
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.data.row import PartIndexEntry, PartIndexer, Position, Row
@@ -76,7 +76,7 @@ def test_parts_in_order_do_not_restart(inputs: InputSet, monkeypatch: pytest.Mon
     assert sorted(opened) == sorted([file.name for file in inputs.files] * 2)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     files=st.lists(st.lists(LINE, max_size=8), min_size=1, max_size=3), final=st.booleans(), data=st.data()
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from raise_sites import RaiseSite, raise_sites, site_at
@@ -13,9 +13,17 @@ from raise_sites import RaiseSite, raise_sites, site_at
 from batchgen.types import BatchgenError, RowFailure
 
 
+class Noted(NamedTuple):
+    """The name of a place, what was said there, and `exit 2` or the class of a row's error."""
+
+    name: str
+    sentence: str
+    kind: str
+
+
 @contextmanager
-def recording(found: list[tuple[str, str]]) -> Iterator[None]:
-    """While the context lasts, append name of the place and sentence of every error made."""
+def recording(found: list[Noted]) -> Iterator[None]:
+    """While the context lasts, append a note of every error made."""
     sites = raise_sites()
     with pytest.MonkeyPatch.context() as patch:
         for kind in (BatchgenError, RowFailure):
@@ -23,7 +31,7 @@ def recording(found: list[tuple[str, str]]) -> Iterator[None]:
         yield
 
 
-def _noting(original: Any, sites: list[RaiseSite], found: list[tuple[str, str]]) -> Any:
+def _noting(original: Any, sites: list[RaiseSite], found: list[Noted]) -> Any:
     def init(self: Exception, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         frame = sys._getframe(1)
@@ -31,6 +39,12 @@ def _noting(original: Any, sites: list[RaiseSite], found: list[tuple[str, str]])
             frame = frame.f_back
         site = site_at(sites, frame.f_code.co_filename, frame.f_lineno)
         if site is not None:
-            found.append((site.name, str(self)))
+            found.append(Noted(site.name, str(self), _kind(self)))
 
     return init
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, RowFailure):
+        return f"row, {error.error.error_class}"
+    return f"exit {error.exit_code}" if isinstance(error, BatchgenError) else ""

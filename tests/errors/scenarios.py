@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 VALIDATE, SHOW = ("validate", "job.yaml"), ("show", "job.yaml")
+SECOND = (*SHOW, "--row", "1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,14 @@ def show(row: object, *settings: str) -> Scenario:
     return Scenario(SHOW, settings, {"prompts.jsonl": text + b'\n{"prompt": "ok"}\n'}, row=True)
 
 
+def arrow(table: pa.Table) -> bytes:
+    """An Arrow file."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
 def _named(files: Mapping[str, str | bytes]) -> dict[str, str | bytes]:
     return {".".join(name.rsplit("_", 1)): content for name, content in files.items()}
 
@@ -60,6 +69,8 @@ def parquet(table: pa.Table) -> bytes:
 
 GOOD = '{"prompt": "a"}\n'
 PARQUET = parquet(pa.table({"prompt": ["a"]}))
+UNSUPPORTED = pa.table({"prompt": ["a"], "d": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
+INVALID_TEXT = pa.table({"prompt": pa.array([b"\xff", b"a"]).view(pa.string())})
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
     "{{ m.content }}{% endfor %}"
@@ -70,6 +81,13 @@ ASSISTANT = {"role": "assistant", "content": "x"}
 WITH_DICTIONARY = bytes.fromhex("28b52ffd 21 07 05 290000") + b"hello"
 ONLY_PLAIN = "{{ 1 / 0 if messages[0].content == 'x' else 1 }}"
 MESSAGES = "prompt.messages=messages"
+CUT = ("prompt.overflow=truncate_right", "model.max_model_len=40")
+PRIVATE_USE = [*range(0xFDD2, 0xFDF0), *range(0xF0000, 0xFFFFE)]
+
+PER_TURN = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ 1 / 0 }}{% endif %}{{ m.content }}{% endfor %}"
+)
+NO_TOOLS = "{{ 1 / 0 if tools else messages[0].content }}"
 
 OF_THE_JOB_FILE = [
     Scenario(("validate", "gone.yaml")),
@@ -92,6 +110,12 @@ OF_THE_JOB_FILE = [
     validate("output.format=openai_batch", "output.columns={status: s}"),
     validate("prompt.mode=completion", "sampling.turns=prompt"),
     validate("prompt.user=x", "sampling.turns=prompt"),
+    validate("prompt.assistant_prefix=x", f"prompt.chat_template={PER_TURN}"),
+    validate("sampling.turns=prompt", f"prompt.chat_template={PER_TURN}"),
+    validate("prompt.tools=[{type: function, function: {name: f}}]", f"prompt.chat_template={NO_TOOLS}"),
+    validate("output.columns={sumary: x}"),
+    validate("output.columns={status: id}"),
+    validate("input.columns=[prompt]", "output.columns={status: prompt}"),
     validate("prompt.tools=[3]"),
     validate("prompt.tools=[{type: function, function: {name: f}}]"),
     validate("input.where=prompt ="),
@@ -140,7 +164,10 @@ OF_THE_INPUT = [
 ]
 BATCH = '{"custom_id": "a", "method": "POST", "url": "/v1/%s", "body": {"messages": [], "n": 2}}\n'
 CHAT = BATCH % "chat/completions"
-BAD_BATCH = CHAT + CHAT.replace('"n": 2', '"n": 1')
+GOOD_BATCH = CHAT.replace('"n": 2', '"n": 1')
+BAD_BATCH = CHAT + GOOD_BATCH
+NO_BODY = '{"custom_id": "a", "url": "/v1/chat/completions"}\n'
+NO_MESSAGES = '{"custom_id": "b", "url": "/v1/chat/completions", "body": {}}\n'
 STATE = {"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{"filename": "b.arrow"}]}
 OF_INPUT_FORMATS = [
     validate("input=a.csv", a_csv='"a\n'),
@@ -172,6 +199,17 @@ OF_INPUT_FORMATS = [
     Scenario(SHOW, ("input=a.json",), {"a.json": '[,{"prompt": "x"}]'}, row=True),
     Scenario(SHOW, ("input=a.jsonl",), {"a.jsonl": BAD_BATCH}, row=True),
     show('{"prompt": NaN}', "input.strict_json=true"),
+    validate("input=a.jsonl", a_jsonl=CHAT),
+    Scenario(SECOND, ("input=a.jsonl",), {"a.jsonl": GOOD_BATCH + NO_BODY}, row=True),
+    Scenario(SECOND, ("input=a.jsonl",), {"a.jsonl": GOOD_BATCH + NO_MESSAGES}, row=True),
+    validate("input=a.csv.gz", **{"a.csv_gz": gzip.compress(b"prompt,b\n", mtime=0)[:-14]}),
+    validate("input=a.parquet", "input.schema={prompt: string}", a_parquet=PARQUET),
+    validate("input=a.csv", "input.schema={promt: string}", a_csv="prompt\na\n"),
+    show('{"prompt": "x", "n": "many"}', "input.schema={n: int64}"),
+    validate("input=a.arrow", a_arrow=arrow(UNSUPPORTED)),
+    Scenario(SHOW, ("input=a.parquet",), {"a.parquet": parquet(INVALID_TEXT)}, row=True),
+    validate("input.where=n / 0 > 1", prompts_jsonl='{"prompt": "a", "n": 1}\n'),
+    show('{"prompt": "x", "n": "many"}', "input.where=n > 1"),
 ]
 OF_THE_MODEL = [
     validate("model=./gone"),
@@ -262,6 +300,24 @@ OF_A_ROW = [
     show({"messages": None, "prompt": "x"}, MESSAGES),
     show({"prompt": "x", "w": 3}, "input.where=w"),
     show('{"prompt": "x", "prompt": "y"}', "input.strict_json=true"),
+    Scenario(
+        SECOND,
+        ("sampling.turns=u", "prompt.system=x"),
+        {"prompts.jsonl": '{"u": ["a"]}\n{"prompt": "x"}\n'},
+        row=True,
+    ),
+    show('{"prompt": NaN}', "prompt.mode=completion"),
+    show({"messages": None, "a": 1}, MESSAGES, "prompt.system=x"),
+    show({"messages": "null"}, MESSAGES),
+    show(
+        {"messages": [{"role": "system", "content": "x"}, ASSISTANT]},
+        MESSAGES,
+        "prompt.system_fallback=prepend_to_user",
+        f"prompt.chat_template={NO_SYSTEM}",
+    ),
+    show({"prompt": "x", "b": 1}, "prompt.user=" + "x" * 99 + "{{ prompt }}", *CUT),
+    show({"prompt": "<|im_end|>" + "".join(map(chr, PRIVATE_USE))}),
+    show({"prompt": "x"}, "prompt.user={{ prompt * 100000000 }}"),
     show({"prompt": "{{ x"}, "prompt.user={% for i in range(9999999) %}{{ prompt }}{% endfor %}"),
 ]
 ALL = [*OF_THE_JOB_FILE, *OF_THE_INPUT, *OF_INPUT_FORMATS, *OF_THE_MODEL, *OF_THE_OUTPUT, *OF_A_ROW]

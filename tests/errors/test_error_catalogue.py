@@ -1,7 +1,8 @@
 """The catalogue of what users are told: each sentence, from the place in the source that says it.
 
 `python tests/errors/test_error_catalogue.py` writes `sentences.txt` and `uncovered.txt` anew; look at the
-difference: a changed sentence is a changed interface, and a new error belongs into `scenarios.py`.
+difference: a changed sentence is a changed interface, and a new error belongs into `scenarios.py`, where one
+command line meets it, or into a story (`stories_of_*.py`), where it takes more.
 """
 
 from __future__ import annotations
@@ -13,36 +14,55 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1]), str(HERE.parents[1] / "kernels")]
+_TESTS = HERE.parent
+sys.path[:0] = [
+    *(str(HERE), str(_TESTS), str(_TESTS / "job"), str(_TESTS / "data")),
+    *(str(HERE.parents[1]), str(HERE.parents[1] / "kernels")),
+]
 
 import pytest
 import scenarios
+import stories_of_jobs
+import stories_of_places
 from raise_sites import raise_sites
-from recorder import recording
+from recorder import Noted, recording
+from stage import Stage, write_files
 from tiny_models import save_tokenizer
 
 from batchgen.cli.main import main
 from batchgen.text.tokenizer import Tokenizer
 
 SENTENCES, UNCOVERED = HERE / "sentences.txt", HERE / "uncovered.txt"
-JOB = "model: ./model\ninput: prompts.jsonl\noutput: out/\n"
+STORIES = [*stories_of_jobs.ALL, *stories_of_places.ALL]
 
 
-def _write(files: dict[str, str | bytes]) -> None:
-    for name, content in files.items():
-        file = Path(name)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+@dataclass
+class Catalogue:
+    """What all scenarios and stories together were told.
 
+    Attributes:
+        told: notes by place; the first whose sentence a user saw, or else the first.
+        wrong: what was not as it must be.
+    """
 
-def _world(model: Path) -> None:
-    """The good small job in a fresh current folder."""
-    _write({"job.yaml": JOB, "prompts.jsonl": '{"prompt": "hi"}\n{"prompt": "ho"}\n'})
-    Path("model").symlink_to(model)
+    told: dict[str, Noted] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    _seen: set[str] = field(default_factory=set)
+
+    def take(self, noted: Iterable[Noted], said: str, world: Path) -> None:
+        """Add what one scenario made."""
+        for note in noted:
+            shown = note.sentence in said
+            if note.name not in self.told or (shown and note.name not in self._seen):
+                self.told[note.name] = note._replace(sentence=_plain(note.sentence, world))
+            if shown:
+                self._seen.add(note.name)
 
 
 def _model(folder: Path) -> Path:
@@ -54,81 +74,104 @@ def _model(folder: Path) -> Path:
 
 
 def _plain(sentence: str, world: Path) -> str:
-    """Without what differs from run to run: the folder, and what other libraries say in brackets."""
+    """Without what differs from run to run: folders, numbers, and what other libraries say in brackets."""
     sentence = sentence.replace(str(world), "HERE").replace(str(world.parent), "HERE/..")
     sentence = re.sub(r"\((\w+(?:Error|Enabled)): .*?\); ", r"(\1: …); ", sentence, flags=re.DOTALL)
+    sentence = re.sub(r"127\.0\.0\.1:[0-9]+", "127.0.0.1:PORT", sentence)
+    sentence = re.sub(r"\.tmp-([\w.]+)-[0-9a-f]{12}", r".tmp-\1-RANDOM", sentence)
+    sentence = re.sub(r"by \S+ on \S+, [-0-9T:+]+", "by USER on HOST, TIME", sentence)
     return re.sub(r"[0-9][0-9,]{5,} bytes free", "N bytes free", sentence)
 
 
-def run_all(root: Path) -> tuple[dict[str, str], list[str]]:
-    """Every scenario: the first sentence of each place, and what was not as it must be."""
-    model, found, wrong = _model(root / "model"), {}, []
-    load = functools.cache(Tokenizer.load)
+@contextlib.contextmanager
+def _world(place: Path, noted: list[Noted]) -> Iterator[None]:
+    """A fresh current folder with a cache of its own; errors are noted, tokenizers loaded once."""
+    place.mkdir()
+    os.chdir(place)
+    cache = mock.patch.dict(os.environ, {"BATCHGEN_CACHE": str(place / "cache")})
+    with cache, mock.patch.object(Tokenizer, "load", _load_once), recording(noted):
+        yield
+
+
+_load_once = functools.cache(Tokenizer.load)
+
+
+def _run(scenario: scenarios.Scenario, world: Path, model: Path, catalogue: Catalogue) -> None:
+    noted: list[Noted] = []
+    out, err = io.StringIO(), io.StringIO()
+    with _world(world, noted), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        Stage(model)
+        write_files(dict(scenario.files))
+        code = main(scenario.command)
+    said = out.getvalue() + err.getvalue()
+    if not noted:
+        catalogue.wrong.append(f"{scenario.command} made no error: {said}")
+    elif "Traceback" in said or (code == 0) != scenario.row:
+        catalogue.wrong.append(f"{scenario.command} ended with {code}: {said}")
+    catalogue.take(noted, said, world)
+
+
+def run_all(root: Path) -> Catalogue:
+    """Every scenario and every story."""
+    model, catalogue = _model(root / "model"), Catalogue()
     for number, scenario in enumerate(scenarios.ALL):
-        world = root / str(number)
-        world.mkdir()
-        os.chdir(world)
-        _world(model)
-        _write(dict(scenario.files))
-        noted: list[tuple[str, str]] = []
-        out, err = io.StringIO(), io.StringIO()
-        one_load = mock.patch.object(Tokenizer, "load", load)
-        with one_load, recording(noted), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(scenario.command)
-        said = out.getvalue() + err.getvalue()
-        if not noted:
-            wrong.append(f"{scenario.command} made no error: {said}")
-        elif "Traceback" in said or (code == 0) != scenario.row:
-            wrong.append(f"{scenario.command} ended with {code}: {said}")
-        for name, sentence in noted:
-            found.setdefault(name, _plain(sentence, world))
-    return found, wrong
+        _run(scenario, root / str(number), model, catalogue)
+    for story in STORIES:
+        world, noted = root / story.__name__, []
+        with _world(world, noted):
+            stage = Stage(model)
+            story(stage)
+        catalogue.wrong += [f"{story.__name__}: {problem}" for problem in stage.wrong]
+        catalogue.take(noted, stage.said, world)
+    return catalogue
 
 
 @pytest.fixture(scope="module")
-def catalogue(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], list[str]]:
-    """Sentences by place, and scenarios that went otherwise than they must."""
+def catalogue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalogue]:
+    """What all of them were told."""
     before = Path.cwd()
     try:
-        return run_all(tmp_path_factory.mktemp("errors"))
+        yield run_all(tmp_path_factory.mktemp("errors"))
     finally:
         os.chdir(before)
 
 
-def _text(found: dict[str, str]) -> str:
-    blocks = [name + "".join(f"\n    {line}" for line in found[name].split("\n")) for name in sorted(found)]
+def _text(told: dict[str, Noted]) -> str:
+    blocks = [
+        f"{name} ({told[name].kind})" + "".join(f"\n    {line}" for line in told[name].sentence.split("\n"))
+        for name in sorted(told)
+    ]
     return "\n".join(blocks) + "\n"
 
 
-def test_every_scenario_ends_in_a_sentence(catalogue: tuple[dict[str, str], list[str]]) -> None:
-    assert catalogue[1] == []
+def test_every_scenario_ends_in_a_sentence(catalogue: Catalogue) -> None:
+    assert catalogue.wrong == []
 
 
-def test_the_sentences_are_those_of_the_catalogue(catalogue: tuple[dict[str, str], list[str]]) -> None:
-    assert _text(catalogue[0]) == SENTENCES.read_text(encoding="utf-8")
+def test_the_sentences_are_those_of_the_catalogue(catalogue: Catalogue) -> None:
+    assert _text(catalogue.told) == SENTENCES.read_text(encoding="utf-8")
 
 
-def test_every_error_of_the_product_is_in_the_catalogue_or_known_to_lack(
-    catalogue: tuple[dict[str, str], list[str]],
-) -> None:
+def test_every_error_of_the_product_is_in_the_catalogue_or_known_to_lack(catalogue: Catalogue) -> None:
     """A new error needs a scenario; until it has one, its place stands in `uncovered.txt`."""
-    lacking = [site.name for site in raise_sites() if site.name not in catalogue[0]]
+    lacking = [site.name for site in raise_sites() if site.name not in catalogue.told]
     assert lacking == UNCOVERED.read_text().splitlines()
 
 
-def test_every_sentence_of_the_job_says_what_to_do(catalogue: tuple[dict[str, str], list[str]]) -> None:
-    """After a semicolon, as a question, or with a caret under the place; those of rows say what is wrong."""
+def test_every_sentence_of_the_job_says_what_to_do(catalogue: Catalogue) -> None:
+    """After a semicolon, on its own line, as a question, or by a caret; those of rows say what is wrong."""
     of_rows = {site.name for site in raise_sites() if site.kind == "RowFailure"}
-    silent = {n: s for n, s in catalogue[0].items() if n not in of_rows and not set(";?^") & set(s)}
-    assert silent == {}
+    told = {name: note.sentence for name, note in catalogue.told.items() if name not in of_rows}
+    assert {name: sentence for name, sentence in told.items() if not set(";?^\n") & set(sentence)} == {}
 
 
 if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        sentences, problems = run_all(Path(folder))
-    print("\n".join(problems))
-    SENTENCES.write_text(_text(sentences), encoding="utf-8")
-    UNCOVERED.write_text("".join(f"{s.name}\n" for s in raise_sites() if s.name not in sentences))
-    print(f"{len(sentences)} sentences, {len(raise_sites()) - len(sentences)} places without one")
+        result = run_all(Path(folder))
+        os.chdir(HERE)
+    print("\n".join(result.wrong))
+    SENTENCES.write_text(_text(result.told), encoding="utf-8")
+    UNCOVERED.write_text("".join(f"{s.name}\n" for s in raise_sites() if s.name not in result.told))
+    print(f"{len(result.told)} sentences, {len(raise_sites()) - len(result.told)} places without one")

@@ -203,5 +203,5 @@ def test_a_store_that_cannot_be_written_is_exit_5(
 def test_what_is_no_store_or_no_folder_is_said() -> None:
     with pytest.raises(UsageError, match="results cannot be written to https://; use a local folder"):
         ObjectStore("https://user:secret@example.org/x")
-    with pytest.raises(UsageError, match="not an output folder"), fetched("memory://bucket/nothing"):
+    with pytest.raises(UsageError, match="not the output folder"), fetched("memory://bucket/nothing"):
         pass

@@ -182,6 +182,20 @@ def test_another_job_is_refused_and_overwrite_starts_over(tmp_path: Path) -> Non
     assert [a.number for a in read_attempts(JobFolder(tmp_path / "out"))] == [2]
 
 
+def test_the_end_waits_for_no_checkpoint(tmp_path: Path) -> None:
+    """The last part is made final by what is received, and not hours later."""
+    settings = job(tmp_path, options={"checkpoint_seconds": 1e6})
+    assert run_here(settings).exit_code == 0
+    check_rows(settings, 60)
+
+
+def test_errors_and_skipped_rows_alone_are_exit_8(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"id": "a"}\n{"id": "a", "prompt": "x"}\n')
+    result = run_here(job(tmp_path, duplicate_ids="keep_first"))
+    assert (result.exit_code, result.counts.error, result.counts.skipped) == (8, 1, 1)
+    assert result.reason.endswith("every one is an error or skipped (1)")
+
+
 def test_no_worker_starts_when_nothing_has_to_run(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("{broken\n" * 25)
@@ -266,7 +280,7 @@ def test_the_first_worker_pins_numeric_choices(tmp_path: Path) -> None:
     }
     (tmp_path / "out/data/part-000000.jsonl").unlink()
     settings.worker = {"pinned": {"dtype": "bfloat16"}}
-    with pytest.raises(DriftError, match=r"numeric choices.*\n.*dtype\n.*float32.*\n.*bfloat16"):
+    with pytest.raises(DriftError, match=r"computes otherwise.*\n.*dtype\n.*float32.*\n.*bfloat16"):
         run_here(settings)
 
 

@@ -93,7 +93,10 @@ def test_rows_without_a_column() -> None:
         ({"turns": 1}, "column 's': turns is the job's to set, not a row's; remove it"),
         ([1], "column 's' holds list, not an object of overrides such as {temperature: 0.5}"),
         (float("nan"), "column 's' holds NaN or an infinity, not an object"),
-        ("{", "column 's' should hold an object of overrides as JSON, but: Expecting"),
+        (
+            "{",
+            "column 's' should hold an object of overrides as JSON, but: a key in double quotes is missing",
+        ),
         ("[" * 100_000, "column 's' should hold an object of overrides as JSON, but: nested too deeply"),
     ],
 )

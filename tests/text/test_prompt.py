@@ -345,7 +345,8 @@ def test_probe_finds_everything_at_once():
     strict = "{% if messages | length > 1 %}{{ raise_exception('one turn only') }}{% endif %}"
     dialogue = renderer(chat_template=strict + silent, turns="turns")
     assert [str(fault) for fault in dialogue.faults()] == [
-        "sampling.turns: the chat template cannot render a dialogue (one turn only)"
+        "sampling.turns: the chat template cannot render a dialogue (one turn only); "
+        "remove it, or give another template in prompt.chat_template"
     ]
 
 

@@ -96,7 +96,9 @@ def _rows(root: Path) -> Iterator[tuple[Key, PartRow]]:
                 before = row.row
                 yield (row.row, again), row
         except ValueError as error:
-            raise StorageError(f"{error}; `batchgen verify {root}` says more") from error
+            raise StorageError(
+                f"{path}: cannot be read ({error}); `batchgen verify {root}` says what is wrong"
+            ) from error
 
 
 def _paired(

@@ -1,0 +1,204 @@
+"""What goes wrong while jobs run, and in the verbs that look at what they left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from scripted_worker import Script
+from stage import Stage, rows
+
+from batchgen.api import job
+from batchgen.job import lease, supervisor
+from batchgen.job.claims import Claims
+from batchgen.job.folder import JobFolder
+from batchgen.types import ErrorClass
+
+RUN = "run job.yaml --progress none"
+PLENTY, LITTLE = SimpleNamespace(free=1 << 40), SimpleNamespace(free=1000)
+
+
+def bad_rows_stop(stage: Stage) -> None:
+    """A row that cannot be read, or fails, where the job is not to go on."""
+    stage.write(prompts_jsonl=rows(1005) + "{broken\n")
+    stage.batchgen(RUN, 3, None, "input.on_bad_row=stop")
+    stage.write(prompts_jsonl=rows(3))
+    failing = Script(fails={1: ("nonfinite", "the logits are not finite")})
+    stage.batchgen(f"{RUN} --overwrite", 3, failing, "run.fail_fast=true")
+    stage.write(prompts_jsonl=rows(3) + "{broken\n")
+    for setting in ("input.on_bad_row=stop", "run.fail_fast=true"):
+        stage.batchgen("validate job.yaml", 3, None, setting)
+
+
+def engines_that_die(stage: Stage) -> None:
+    """Engines that die at once, on each row, or say what nobody understands."""
+    stage.write(prompts_jsonl=rows(14))
+    stage.batchgen(RUN, 7, Script(dies=True))
+    stage.batchgen(RUN, 7, Script(cannot_start=OSError(12, "Cannot allocate memory")))
+    stage.batchgen(RUN, 7, Script(says={"type": "song"}))
+    stage.batchgen(RUN, 2, Script(fatal=(2, "engine.block_size: 3 is no block size; use 16")))
+    stage.batchgen(RUN, 7, Script(kills=range(1, 14)))
+
+
+def other_choices(stage: Stage) -> None:
+    """A job that is continued, but differs, or would compute otherwise than it began."""
+    stage.write(prompts_jsonl=rows(4))
+    stage.batchgen(f"{RUN} --limit 2", 0)
+    stage.batchgen(f"{RUN} --limit 1", 4)
+    stage.batchgen(f"{RUN} --rows 1:3", 4)
+    stage.batchgen(RUN, 4, Script(pinned={"dtype": "bfloat16"}))
+    for verb in (RUN, "plan job.yaml"):
+        stage.batchgen(verb, 4, None, "sampling.temperature=1")
+    stage.batchgen(f"{RUN} --accept-drift", 4, None, "output.format=jsonl")
+    stage.batchgen(f"{RUN} --limit 2", 0)
+    stage.write(prompts_jsonl=rows(4).replace("p0", "q0"))
+    stage.batchgen(f"{RUN} --accept-drift", 4)
+
+
+def ids_that_occur_twice(stage: Stage) -> None:
+    """Behind the rows that are looked at before weights are loaded, and in parts that exist."""
+    many = rows(20, key="k").replace('"k"', '"k%d"') % tuple(range(20))
+    stage.write(prompts_jsonl=many.replace('"k19"', '"k0"'))
+    with stage.patched((job, "ROWS_FOR_IDS", 5)):
+        stage.batchgen(RUN, 2, None, "input.id=key")
+    stage.batchgen("plan job.yaml --full", 2, None, "input.id=key")
+    stage.batchgen(f"{RUN} --overwrite", 0, None, "input.id=key", "input.duplicate_ids=suffix")
+    stage.batchgen(RUN, 4, None, "input.id=key", "input.duplicate_ids=keep_first")
+
+
+def retries(stage: Stage) -> None:
+    """What cannot be retried, and what is in the way of it."""
+    stage.write(prompts_jsonl=rows(4))
+    failing = Script(fails={1: (ErrorClass.TIMEOUT, "no answer")})
+    stage.batchgen(f"{RUN} --limit 2", 0, failing, "output.include=[usage]")
+    stage.batchgen("retry out --where finish_reason=length", 2)
+    stage.batchgen("retry out --where timeuot", 2)
+    stage.batchgen("retry out --where row=x", 2)
+    stage.batchgen("retry out", 2, None, "output.format=jsonl")
+    stage.batchgen("retry out", 7, Script(dies=True), "sampling.temperature=1")
+    stage.batchgen(RUN, 4, None, "output.include=[usage]", "input.limit=2")
+    stage.batchgen("retry out --where row=0", 2)
+    stage.batchgen("retry out", 0, failing)
+
+
+def parts_that_rot(stage: Stage) -> None:
+    """Bytes of a part that change on the disk after the folder was looked at."""
+    from batchgen.job import folder_rows, replacement
+    from batchgen.job import retry as retry_module
+    from batchgen.job.report import compare
+
+    def rotten(*arguments: Any, **named: Any) -> Any:
+        raise ValueError("Column data is corrupt")
+        yield
+
+    stage.write(prompts_jsonl=rows(4))
+    stage.batchgen(RUN, 0, Script(fails={1: (ErrorClass.TIMEOUT, "no answer")}))
+    with stage.patched((retry_module, "read_part", rotten)):
+        stage.batchgen("retry out", 5)
+    with stage.patched((compare, "read_part", rotten)):
+        stage.batchgen("report out --compare out", 5)
+    with stage.patched((folder_rows, "read_records", rotten)):
+        stage.batchgen("export out --format csv", 5)
+    with stage.patched((replacement, "read_part", rotten)):
+        stage.batchgen("retry out", 5)
+
+
+def jobs_that_did_not_end(stage: Stage) -> None:
+    """Half of a job, which is retried, exported and verified."""
+    stage.write(prompts_jsonl=rows(4))
+    disk = iter([PLENTY] * 3)
+    with stage.patched((supervisor.shutil, "disk_usage", lambda place: next(disk, LITTLE))):
+        stage.batchgen(RUN, 5, Script(stalls=[3]), "run.checkpoint_seconds=0.05")
+    with stage.patched((supervisor.shutil, "disk_usage", lambda place: LITTLE)):
+        stage.batchgen(RUN, 5)
+    stage.batchgen("retry out", 2)
+    stage.batchgen("export out --format csv --columns sumary", 2)
+    stage.batchgen("export out --format openai_batch --columns id", 2)
+    stage.write(taken_csv="")
+    stage.batchgen("export out --format csv --output taken.csv", 2)
+    before = Path("prompts.jsonl").stat()
+    stage.write(prompts_jsonl=rows(4).replace("p1", "q1"))
+    os.utime("prompts.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))
+    stage.batchgen(RUN, 3)
+
+
+def verified_in_depth(stage: Stage) -> None:
+    """`verify --deep` with an engine that does not run here."""
+    stage.batchgen(RUN, 0)
+    stage.batchgen("verify out --deep 2", 7, Script(fatal=(7, "CUDA error: out of memory")))
+    stage.batchgen("verify out --deep 2", 7, Script(dies=True))
+
+
+def damaged_folders(stage: Stage) -> None:
+    """A folder with links and a spoilt manifest in it."""
+    stage.batchgen(RUN, 0)
+    manifest = Path("out/manifest.json")
+    kept = manifest.read_text()
+    manifest.write_text(kept.replace('"checksum": "', '"checksum": "0'))
+    stage.batchgen(RUN, 5)
+    manifest.write_text(kept)
+    shutil.move("out/data", "elsewhere")
+    Path("out/data").symlink_to("../elsewhere")
+    Path("out/_SUCCESS").unlink()
+    stage.batchgen(RUN, 2)
+
+
+def several_at_once(stage: Stage) -> None:
+    """Another process that lives, takes over, or is about to."""
+    stage.batchgen(RUN, 0)
+    folder = JobFolder(Path("out").absolute())
+    Path("out/_SUCCESS").unlink()
+    shutil.rmtree("out/data")
+    beats = iter(range(10, 99))
+
+    def alive(path: Path) -> Any:
+        return SimpleNamespace(
+            owner=SimpleNamespace(pid=77, host="gpu7", is_dead=lambda have_lock: False),
+            beat=next(beats),
+            released=False,
+        )
+
+    with stage.patched((lease, "read_lease", alive), (lease, "_POLL_SECONDS", 0.01)):
+        stage.batchgen(RUN, 6)
+    highest = Claims.current
+    with stage.patched((Claims, "current", lambda self: highest(self) - 1)):
+        stage.batchgen(RUN, 6)
+    with stage.patched((Claims, "current", lambda self: highest(self) + 1)):
+        stage.batchgen(RUN, 6, Script(stalls=[1]), "run.checkpoint_seconds=0.05")
+    taken = Path("out/.batchgen/lease.json")
+
+    def take_over(place: Any) -> Any:
+        taken.unlink(missing_ok=True)
+        return PLENTY
+
+    assert folder.lease == taken.absolute()
+    with stage.patched((supervisor.shutil, "disk_usage", take_over)):
+        stage.batchgen(RUN, 6, Script(stalls=[1]), "run.lease_seconds=0.2", "run.checkpoint_seconds=0.05")
+
+
+def ways_around(stage: Stage) -> None:
+    """Settings that name what is not there, and addresses that are taken."""
+    stage.batchgen("validate job.yaml", 2, None, "run.priority=urgency")
+    stage.batchgen("validate job.yaml", 2, None, "output.push_to_hub=me/results")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        stage.batchgen(RUN, 2, None, f"run.metrics=127.0.0.1:{other.getsockname()[1]}")
+    Path("out").mkdir()
+    with stage.patched((os, "access", lambda path, mode: "out" not in str(path))):
+        for verb in ("validate job.yaml", RUN):
+            stage.batchgen(verb, 5)
+    stage.batchgen(RUN, 0)
+    Path("out/report.html").unlink()
+    Path("out/report.html").mkdir()
+    stage.batchgen("report out", 5)
+
+
+ALL = [
+    *(bad_rows_stop, engines_that_die, other_choices, ids_that_occur_twice, retries, parts_that_rot),
+    *(jobs_that_did_not_end, verified_in_depth, damaged_folders, several_at_once, ways_around),
+]
