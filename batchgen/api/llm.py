@@ -113,9 +113,15 @@ class LLM:
         call. Closing the iterator early drops what still runs.
 
         Raises:
+            UsageError: one prompt or conversation instead of many, or sampling that is no `SamplingParams`.
             RuntimeError: another iteration over this model has not been finished or closed.
             EngineError: the engine cannot go on.
         """
+        _check_many(prompts, chat=chat)
+        if not isinstance(sampling, SamplingParams | None):
+            raise UsageError(
+                f"sampling: {type(sampling).__name__} is not allowed; use one bg.SamplingParams for all"
+            )
         params = sampling or resolve_sampling({}, self._defaults)
         renderers = _Renderers(self._tokenizer, self._chat_template, chat=chat)
         return self._stream(iter(prompts), params, renderers)
@@ -172,6 +178,16 @@ class LLM:
             if output is not None:
                 refused[row] = output
         return refused
+
+
+def _check_many(prompts: Any, *, chat: bool) -> None:
+    """Refuse what looks like one prompt: a text would be answered letter by letter."""
+    what = "conversation" if chat else "prompt"
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise UsageError(f"{what}s: {type(prompts).__name__} is not a list of {what}s; give a list")
+    first = prompts[0] if isinstance(prompts, list | tuple) and prompts else None
+    if isinstance(first, Mapping if chat else int):
+        raise UsageError(f"{what}s: this is one {what}; put it into a list of {what}s")
 
 
 class _Renderers:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_models import oracle, save_tiny_llama
@@ -92,6 +93,22 @@ def test_sampled_outputs_depend_on_the_index_and_the_seed_alone(llm: bg.LLM) -> 
     again = llm.generate(["same"] * 3, params)
     assert [o.token_ids for o in again] == [o.token_ids for o in together[:3]]
     assert len({tuple(o.token_ids) for o in together}) > 5
+
+
+def test_one_prompt_instead_of_many_is_refused(llm: bg.LLM) -> None:
+    """A text would be answered letter by letter."""
+    one: Any
+    for one in ("text", b"text", None, 7, {"prompt": "x"}):
+        with pytest.raises(UsageError, match="is not a list of prompts; give a list"):
+            llm.generate(one)
+    with pytest.raises(UsageError, match="this is one prompt; put it into a list of prompts"):
+        llm.generate([1, 2])  # type: ignore[list-item]
+    one = [{"role": "user", "content": "x"}]
+    with pytest.raises(UsageError, match="this is one conversation; put it into a list"):
+        llm.chat(one)
+    with pytest.raises(UsageError, match=r"sampling: list is not allowed; use one bg.SamplingParams"):
+        llm.generate(["x"], [bg.SamplingParams()])  # type: ignore[arg-type]
+    assert llm.generate([]) == llm.chat(()) == []
 
 
 def test_what_cannot_be_is_said(folder: Path) -> None:
