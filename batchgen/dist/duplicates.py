@@ -1,14 +1,14 @@
 """`input.dedupe: prompt`: prompts that are the same, decoded greedily, are computed once.
 
-Stands between the worker loop and the engine. A greedy answer is a function of the prompt's ids and the sampling
-settings, so that a copy of it is what the engine would have given.
+Stands between the worker loop and the engine. A greedy answer is a function of the prompt's ids and the
+sampling settings, so that a copy of it is what the engine would have given.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,39 @@ MOST_TOKENS = 4_000_000
 _Key = tuple[bytes, SamplingParams]
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What an engine made of a request.
+
+    Args:
+        output: its output.
+        sampled: every token that was sampled for it.
+    """
+
+    output: Output
+    sampled: list[int]
+
+    @property
+    def size(self) -> int:
+        """Tokens, and something for the objects themselves."""
+        return len(self.output.token_ids) + len(self.sampled) + 32
+
+    def copy(self, request: Request) -> Output:
+        """The answer as that of another row; what was spent on it was spent once."""
+        # As if the engine had sampled them for it: a dialogue reports the tokens of its turns end to end.
+        request.output_token_ids = list(self.sampled)
+        return replace(
+            self.output,
+            request_id=request.request_id,
+            cached_tokens=self.output.prompt_tokens,
+            preemptions=0,
+            queue_seconds=0.0,
+            run_seconds=0.0,
+            control_tokens=request.control_tokens,
+            truncated_tokens=request.truncated_tokens,
+        )
+
+
 class DedupingCore:
     """An engine that computes equal requests once; a `Core` over another.
 
@@ -35,9 +68,9 @@ class DedupingCore:
         self._core = core
         self.max_model_len = core.max_model_len
         self._exempt = exempt
-        self._key_of: dict[int, _Key] = {}
+        self._leaders: dict[int, tuple[_Key, Request]] = {}
         self._followers: dict[_Key, list[Request]] = {}
-        self._known: OrderedDict[_Key, Output] = OrderedDict()
+        self._known: OrderedDict[_Key, _Answer] = OrderedDict()
         self._known_tokens = 0
         self._late: list[Output] = []
 
@@ -69,13 +102,13 @@ class DedupingCore:
         key = (_digest(request.prompt_token_ids), replace(request.sampling, seed=0))
         if key in self._known:
             self._known.move_to_end(key)
-            return _copy(self._known[key], request)
+            return self._known[key].copy(request)
         if key in self._followers:
             self._followers[key].append(request)
             return None
         output = self._core.add(request)
         if output is None:
-            self._key_of[request.request_id] = key
+            self._leaders[request.request_id] = key, request
             self._followers[key] = []
         return output
 
@@ -106,42 +139,25 @@ class DedupingCore:
 
     def _ended(self, output: Output) -> list[Output]:
         """Answers of the rows that waited for this one."""
-        key = self._key_of.pop(output.request_id, None)
-        if key is None:
+        leader = self._leaders.pop(output.request_id, None)
+        if leader is None:
             return []
+        key, request = leader
         waiting = self._followers.pop(key)
         if output.error is not None:
             # An error may be this row's own: one too many tokens in time, a value that is not finite.
             return [refused for request in waiting if (refused := self.add(request)) is not None]
-        self._remember(key, output)
-        return [_copy(output, request) for request in waiting]
+        answer = _Answer(output, list(request.output_token_ids))
+        self._remember(key, answer)
+        return [answer.copy(request) for request in waiting]
 
-    def _remember(self, key: _Key, output: Output) -> None:
-        self._known[key] = output
-        self._known_tokens += _size(output)
+    def _remember(self, key: _Key, answer: _Answer) -> None:
+        self._known[key] = answer
+        self._known_tokens += answer.size
         while self._known_tokens > MOST_TOKENS:
             _, oldest = self._known.popitem(last=False)
-            self._known_tokens -= _size(oldest)
+            self._known_tokens -= oldest.size
 
 
 def _digest(ids: list[int]) -> bytes:
     return blake2b(b"".join(i.to_bytes(4, "little") for i in ids), digest_size=16).digest()
-
-
-def _size(output: Output) -> int:
-    """Tokens, and something for the object itself."""
-    return len(output.token_ids) + 32
-
-
-def _copy(output: Output, request: Request) -> Output:
-    """The answer as that of another row; what was spent on it was spent once."""
-    return replace(
-        output,
-        request_id=request.request_id,
-        cached_tokens=output.prompt_tokens,
-        preemptions=0,
-        queue_seconds=0.0,
-        run_seconds=0.0,
-        control_tokens=request.control_tokens,
-        truncated_tokens=request.truncated_tokens,
-    )

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from batchgen.data.prompt_values import unpack_prompt_values
 from batchgen.dist.channel import Channel, ChannelClosed
 from batchgen.dist.dialogue import Dialogue
-from batchgen.data.prompt_values import unpack_prompt_values
 from batchgen.dist.included import Included
 from batchgen.sampling.overrides import RowSampling
 from batchgen.text.prompt import PreparedRow, PromptRenderer
@@ -143,12 +143,16 @@ class Intake:
 
     def _prepare_group(self, group: list[Any]) -> list[Request | Output]:
         sampled = [self._sampled(columns) for _, columns, *_ in group]
-        good = [(row, how) for row, how in zip(group, sampled, strict=True) if isinstance(how, SamplingParams)]
+        good = [
+            (row, how) for row, how in zip(group, sampled, strict=True) if isinstance(how, SamplingParams)
+        ]
         prompts = self._renderer.prepare_batch(
             [(row[0], row[1]) for row, _ in good], self._max_model_len, [how for _, how in good]
         )
         refused = [
-            Output(row[0], error=how) for row, how in zip(group, sampled, strict=True) if isinstance(how, RowError)
+            Output(row[0], error=how)
+            for row, how in zip(group, sampled, strict=True)
+            if isinstance(how, RowError)
         ]
         return refused + [
             self._request(row, prompt, how) for (row, how), prompt in zip(good, prompts, strict=True)
@@ -169,7 +173,9 @@ class Intake:
         except RowFailure as failure:
             return failure.error
 
-    def _request(self, item: Any, prompt: PreparedRow | RowError, sampling: SamplingParams) -> Request | Output:
+    def _request(
+        self, item: Any, prompt: PreparedRow | RowError, sampling: SamplingParams
+    ) -> Request | Output:
         row, columns, partial, priority = item
         if isinstance(prompt, RowError):
             return Output(row, error=prompt)

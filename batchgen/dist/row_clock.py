@@ -1,7 +1,7 @@
 """`run.row_timeout`: how long each row has run in the engine, and which have run too long.
 
 The worker's loop calls it around each step, where a limit is set. Time counts while a row is part of a step;
-waiting, before its first step or after a preemption, costs it nothing.
+waiting, before its first step or after a preemption, costs it nothing. The turns of a dialogue are one row.
 """
 
 from __future__ import annotations
@@ -33,18 +33,21 @@ class RowClock:
         self._began = time.monotonic()
 
     def end(self, outputs: Iterable[Output]) -> list[Output]:
-        """The step is over, and these rows are; returns the outputs of rows that ran too long."""
+        """The step is over, and so are these requests; returns the outputs of others that ran too long."""
         elapsed = time.monotonic() - self._began
         rows, self._in_step = self._in_step, []
         for row in rows:
             self._seconds[row] = self._seconds.get(row, 0.0) + elapsed
-        for output in outputs:
-            self._seconds.pop(output.request_id, None)
-        late = [row for row in rows if self._seconds.get(row, 0.0) > self._limit]
+        ended = {output.request_id for output in outputs}
+        late = [row for row in rows if self._seconds[row] > self._limit and row not in ended]
         return [self._expire(row) for row in late]
 
+    def forget(self, outputs: Iterable[Output]) -> None:
+        """These rows are done."""
+        for output in outputs:
+            self._seconds.pop(output.request_id, None)
+
     def _expire(self, row: int) -> Output:
-        del self._seconds[row]
         message = (
             f"the row was not done after {self._limit:g} s in the engine (run.row_timeout); "
             "lower sampling.max_tokens or raise the limit"

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -164,6 +164,10 @@ class WorkerLoop:
         outputs = self._core.step()
         return outputs if self._clock is None else [*outputs, *self._clock.end(outputs)]
 
+    def _forget(self, outputs: Iterable[Output]) -> None:
+        if self._clock is not None:
+            self._clock.forget(outputs)
+
     def _without_canary(self, outputs: list[Output]) -> list[Output]:
         """Answer a canary, if its output is here; what it sampled is no row's."""
         canary = self._intake.canary
@@ -172,6 +176,7 @@ class WorkerLoop:
         others = [output for output in outputs if output.request_id != canary]
         if len(others) < len(outputs):
             self._intake.canary = None
+            self._forget(output for output in outputs if output.request_id == canary)
             self._canary_tokens += sum(o.completion_tokens for o in outputs if o.request_id == canary)
             self._channel.send({"type": "canary"})
         return others
@@ -243,6 +248,7 @@ class WorkerLoop:
 
     def _send_results(self, outputs: list[Output]) -> None:
         if outputs:
+            self._forget(outputs)
             rows = [[o.request_id, _result(o, self._included.of(o)), _stats(o)] for o in outputs]
             self._channel.send({"type": "results", "rows": rows})
 
@@ -255,9 +261,7 @@ class WorkerLoop:
 
     def _count(self) -> None:
         counters = self._core.counters
-        self._counters.update(
-            sampled=counters.sampled - self._canary_tokens, computed=counters.computed
-        )
+        self._counters.update(sampled=counters.sampled - self._canary_tokens, computed=counters.computed)
 
     def _send_progress(self, *, now: bool) -> None:
         clock = time.monotonic()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine_harness import make_engine
 from tiny_models import oracle, save_tiny_llama
 
-from batchgen.dist.channel import Channel
+from batchgen.dist import row_clock
+from batchgen.dist.channel import Channel, pack
 from batchgen.dist.serve import ReadyEngine, WorkerLoop
 from batchgen.engine.build import Engine
 from batchgen.job.counters import create_counters
@@ -20,7 +23,12 @@ from batchgen.text.prompt import PromptRenderer, PromptSpec
 from batchgen.text.tokenizer import Tokenizer
 
 SYSTEM = "Answer in few words."
-TURNS = {0: ["Hello there", "And then?", "Why?"], 1: ["One turn"], 2: ["zebra " * 5, "b"], 3: ["a", "b" * 400]}
+TURNS = {
+    0: ["Hello there", "And then?", "Why?"],
+    1: ["One turn"],
+    2: ["zebra " * 5, "b"],
+    3: ["a", "b" * 400],
+}
 MAX_TOKENS = 10
 
 
@@ -37,7 +45,15 @@ def engine(model: Path) -> Engine:
 class Talk:
     """A loop in a thread, and the other end of its channel."""
 
-    def __init__(self, tmp_path: Path, model: Path, engine: Engine, sampling: dict[str, Any], **prompt: Any) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        model: Path,
+        engine: Engine,
+        sampling: dict[str, Any],
+        worker: dict[str, Any],
+        **prompt: Any,
+    ) -> None:
         spec = PromptSpec.from_dict({"turns": "turns", "system": SYSTEM, **prompt})
         ready = ReadyEngine(
             core=engine.core,
@@ -49,8 +65,10 @@ class Talk:
         )
         create_counters(tmp_path / "counters")
         self._ours, fd = Channel.pair()
-        config = {"counters": str(tmp_path / "counters"), "include": ["output_token_ids"]}
-        self.loop = WorkerLoop(Channel.from_fd(fd), config, lambda _: ready)
+        config = {"counters": str(tmp_path / "counters"), "include": ["output_token_ids"], **worker}
+        self._engine = engine
+        self._theirs = Channel.from_fd(fd)
+        self.loop = WorkerLoop(self._theirs, config, lambda _: ready)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self.streams: dict[int, list[int]] = {}
@@ -60,12 +78,13 @@ class Talk:
         try:
             self.loop.run()
         finally:
-            self.loop._core.abort_all()  # type: ignore[attr-defined]
+            self._theirs.close()
+            self._engine.core.abort_all()
 
     def send(self, rows: dict[int, list[str]], partial: dict[int, list[int]] | None = None) -> None:
         given = partial or {}
         self.streams |= {row: list(given.get(row, [])) for row in rows}
-        message = [[row, {"turns": turns}, given.get(row, []), 0] for row, turns in rows.items()]
+        message = [[row, pack({"turns": turns}), given.get(row, []), 0] for row, turns in rows.items()]
         self._ours.send({"type": "rows", "rows": message})
 
     def until(self, results: int, checkpoints: bool = False) -> dict[int, dict[str, Any]]:
@@ -99,7 +118,9 @@ class Talk:
 def start(tmp_path: Path, model: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
     # The engine serves all tests of this module; a loop that ends would close it.
     monkeypatch.setattr(engine.core, "close", lambda: None)
-    return lambda sampling=None, **prompt: Talk(tmp_path, model, engine, sampling or {}, **prompt)
+    return lambda sampling=None, worker=None, **prompt: Talk(
+        tmp_path, model, engine, sampling or {}, worker or {}, **prompt
+    )
 
 
 def by_hand(model: Path, turns: list[str]) -> list[str]:
@@ -146,7 +167,9 @@ def test_usage_is_the_sum_of_the_turns(start: Any, model: Path) -> None:
     assert len(result["included"]["output_token_ids"]) // 4 <= result["usage"][1]
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5, "stop": ["e", "\n"]}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.9, "seed": 5, "stop": ["e", "\n"]}], ids=["greedy", "sampled"]
+)
 def test_resumed_anywhere_it_ends_the_same(start: Any, sampling: dict[str, Any]) -> None:
     rows = {row: TURNS[row] for row in (0, 1, 2)}
     talk = start(sampling)
@@ -163,6 +186,38 @@ def test_resumed_anywhere_it_ends_the_same(start: Any, sampling: dict[str, Any])
         for row, ids in talk.streams.items():
             shorter = min(len(ids), len(again.streams[row]))
             assert again.streams[row][:shorter] == ids[:shorter]
+
+
+def test_turns_that_others_have_too_are_in_the_stream(start: Any) -> None:
+    """With `input.dedupe`, tokens of a turn that was not computed here are partial output like any other."""
+    rows = {0: TURNS[0], 1: [*TURNS[0][:2], "Really?"], 4: TURNS[0]}
+    talk = start(worker={"dedupe": True})
+    talk.send(rows)
+    whole = dict(talk.until(3, checkpoints=True))
+    talk.end()
+    assert whole[0]["text"] == whole[4]["text"]
+    assert whole[0]["text"][:2] == whole[1]["text"][:2]
+    draw = random.Random(1)
+    for _ in range(4):
+        partial = {row: ids[: draw.randint(0, len(ids))] for row, ids in talk.streams.items()}
+        again = start(worker={"dedupe": True})
+        again.send(rows, partial)
+        assert again.until(3, checkpoints=True) == whole
+        again.end()
+
+
+def test_a_row_may_take_so_long_not_each_of_its_turns(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(row_clock, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    # Each step takes a second, and each turn at most MAX_TOKENS steps.
+    talk = start({"ignore_eos": True}, {"row_timeout": MAX_TOKENS + 2})
+    talk.send({1: TURNS[1]})
+    assert talk.until(1)[1]["status"] == "ok"
+    talk.send({0: TURNS[0]})
+    (error_class, message) = talk.until(2)[0]["error"]
+    talk.end()
+    assert error_class == "timeout"
+    assert message.startswith("turn 2: the row was not done after 12 s")
 
 
 def test_stopped_between_turns_nothing_is_lost(start: Any) -> None:

@@ -1,8 +1,6 @@
-"""`input.dedupe: prompt` on a real engine: the same outputs, less work, and nothing shared that must not be."""
+"""`input.dedupe: prompt` on a real engine: the same outputs, less work, nothing shared that must not be."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 from engine_harness import make_engine
@@ -53,7 +51,8 @@ def test_outputs_are_those_of_computing_each(
 ) -> None:
     def made() -> list[Request]:
         return [
-            request(i, PROMPTS[p], temperature=t, max_tokens=m, seed=i % 2) for i, (p, t, m) in enumerate(rows)
+            request(i, PROMPTS[p], temperature=t, max_tokens=m, seed=i % 2)
+            for i, (p, t, m) in enumerate(rows)
         ]
 
     plain = drive(DedupingCore(engine.core, lambda row: True), made())

@@ -118,7 +118,8 @@ def test_partials_resume_to_the_same_text(start: Any) -> None:
     talk.handle.kill()
     again = start(**long, pinned=ready["pinned"])
     again.next("ready")
-    again.handle.send({"type": "rows", "rows": [[i, pack({"prompt": TEXTS[i]}), told[i], 0] for i in range(3)]})
+    resumed = [[i, pack({"prompt": TEXTS[i]}), told[i], 0] for i in range(3)]
+    again.handle.send({"type": "rows", "rows": resumed})
     assert again.results(3) == whole
 
 
@@ -190,8 +191,7 @@ def test_a_worker_does_not_outlive_its_supervisor(model: Path, tmp_path: Path) -
     }  # fmt: skip
     program = (
         "import sys, time, pathlib\n"
-        "from batchgen.dist.channel import pack
-from batchgen.dist.handle import launch_worker\n"
+        "from batchgen.dist.handle import launch_worker\n"
         "def show(m): print(m and m['type'], flush=True)\n"
         f"h = launch_worker(pathlib.Path({str(tmp_path / 'log')!r}), show)\n"
         f"h.send({{'type': 'start', 'config': {config!r}}})\n"
