@@ -42,7 +42,7 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(BIN)/mypy
 
 unit: $(MODEL) $(HUMANEVAL)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: lint unit ## everything that must hold before a commit, under 10 minutes
 
