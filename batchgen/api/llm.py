@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -56,10 +57,10 @@ class LLM:
             raise UsageError(
                 f"generation_defaults: {generation_defaults!r} is not allowed; use model or none"
             )
-        try:
-            config = EngineConfig(model=model, tokenizer=tokenizer, **engine)
-        except TypeError as error:
-            raise UsageError(f"LLM: {str(error).partition('() ')[2]}; see EngineConfig") from error
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        for name in engine.keys() - known:
+            raise UsageError(f"LLM: {name!r} is not an argument; use any of {', '.join(sorted(known))}")
+        config = EngineConfig(model=model, tokenizer=tokenizer, **engine)
         self._chat_template = chat_template
         self._tokenizer = load_tokenizer(config)
         self._engine = build_engine(config, self._tokenizer)

@@ -70,7 +70,9 @@ def map_folder(call: Mapping[str, Any], spool: Spool) -> Path:
     try:
         text = json.dumps(call, sort_keys=True)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"map: an argument holds what a job file cannot hold: {error}") from error
+        raise UsageError(
+            f"map: an argument holds what no job file can hold ({error}); use text, numbers, lists and dicts"
+        ) from error
     key = blake2b(f"{text}\n{spool.digest}".encode(), digest_size=_DIGEST_BYTES).hexdigest()
     return cache_dir() / "map" / key
 

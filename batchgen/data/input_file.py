@@ -79,7 +79,7 @@ def find_files(
         InputError: a file is missing or unreadable, or a pattern matches nothing.
     """
     if format not in FORMATS:
-        raise UsageError(f"input.format: {format!r} is not a format; use {', '.join(FORMATS)}")
+        raise ValueError(f"{format!r} is not a format; there are {', '.join(FORMATS)}")
     given = [paths] if isinstance(paths, str) else list(paths)
     found = [file for item in given for file in _resolve(item, ignore)]
     if not found:

@@ -140,7 +140,7 @@ def plan_output(
         InputError: the input cannot be read.
     """
     if format not in _FORMATS:
-        raise UsageError(f"output.format: {format!r} is not supported; use any of {', '.join(_FORMATS)}")
+        raise ValueError(f"{format!r} is not a format; there are {', '.join(_FORMATS)}")
     if format == "openai_batch":
         return _plan_batch(columns, renames, include, batch)
     names = _our_names(renames or {}, include)

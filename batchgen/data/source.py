@@ -54,9 +54,9 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         if self.unicode not in {"error", "replace"}:
-            raise UsageError(f"input.unicode: {self.unicode!r} is not allowed; use error or replace")
+            raise ValueError(f"unicode is error or replace, not {self.unicode!r}")
         if self.on_truncated not in {"stop", "keep"}:
-            raise UsageError(f"input.on_truncated: {self.on_truncated!r} is not allowed; use stop or keep")
+            raise ValueError(f"on_truncated is stop or keep, not {self.on_truncated!r}")
 
 
 def open_input(

@@ -118,7 +118,9 @@ def job_from_values(values: Mapping[str, Any], folder: Path) -> JobSpec:
         # JSON is YAML, so that a dict is held to the same rules as a file.
         text = json.dumps(values, indent=1)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"the job holds what a job file cannot hold: {error}") from error
+        raise UsageError(
+            f"the job holds what a job file cannot hold ({error}); use text, numbers, lists and dicts"
+        ) from error
     document = parse_document(text, "job")
     document.folders["job"] = folder
     expand_shorthands(document)

@@ -82,7 +82,8 @@ def load_config(folder: Path) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError) as error:
+    # A value of a wrong type is an error of a kind of its own in each version of transformers.
+    except Exception as error:
         if "trust_remote_code" in str(error):
             raise UsageError(
                 f"model.path: {folder} needs code of its own, which is never run; "
@@ -121,8 +122,14 @@ def load_model(folder: Path, dtype: str = "float32", *, allow_pickle: bool = Fal
             output_loading_info=True,
         )
     except Exception as error:
+        if "ignore_mismatched_sizes" in str(error):
+            raise UsageError(
+                f"model.path: {folder} holds weights of other shapes than its config.json describes, so they "
+                "belong to different models; download both again"
+            ) from error
+        reason = " ".join(str(error).split())[:300]
         raise UsageError(
-            f"model.path: {folder} could not be loaded ({type(error).__name__}: {error}); "
+            f"model.path: {folder} could not be loaded ({type(error).__name__}: {reason}); "
             "are its weights safetensors, and does its architecture use transformers' attention interface?"
         ) from error
     model, info = loaded

@@ -81,7 +81,7 @@ def test_other_kinds_are_refused_with_what_is_supported(tmp_path: Path, name: st
 
 
 def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"input\.format: 'xml' is not a format; use auto, parquet, jsonl"):
+    with pytest.raises(ValueError, match=r"'xml' is not a format; there are auto, parquet, jsonl"):
         find_files("a.jsonl", "xml")
 
 

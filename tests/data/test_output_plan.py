@@ -101,7 +101,6 @@ def test_renaming(tmp_path: Path) -> None:
             "output.columns: output.format: openai_batch",
         ),
         ("{}", {"include": ["colour"]}, r"output.include: 'colour' is not known"),
-        ("{}", {"format": "csv"}, r"output.format: 'csv' is not supported; use any of parquet, jsonl"),
         (
             '{"text": 1}',
             {"columns": ["txt"]},

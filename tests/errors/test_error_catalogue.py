@@ -30,6 +30,7 @@ import pytest
 import scenarios
 import stories_of_jobs
 import stories_of_places
+import stories_of_python
 from raise_sites import raise_sites
 from recorder import Noted, recording
 from stage import Stage, write_files
@@ -39,7 +40,7 @@ from batchgen.cli.main import main
 from batchgen.text.tokenizer import Tokenizer
 
 SENTENCES, UNCOVERED = HERE / "sentences.txt", HERE / "uncovered.txt"
-STORIES = [*stories_of_jobs.ALL, *stories_of_places.ALL]
+STORIES = [*stories_of_jobs.ALL, *stories_of_places.ALL, *stories_of_python.ALL]
 
 
 @dataclass
@@ -80,6 +81,7 @@ def _plain(sentence: str, world: Path) -> str:
     sentence = re.sub(r"127\.0\.0\.1:[0-9]+", "127.0.0.1:PORT", sentence)
     sentence = re.sub(r"\.tmp-([\w.]+)-[0-9a-f]{12}", r".tmp-\1-RANDOM", sentence)
     sentence = re.sub(r"by \S+ on \S+, [-0-9T:+]+", "by USER on HOST, TIME", sentence)
+    sentence = re.sub(r"[0-9][0-9,]{5,} are available", "N are available", sentence)
     return re.sub(r"[0-9][0-9,]{5,} bytes free", "N bytes free", sentence)
 
 

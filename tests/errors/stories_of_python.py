@@ -1,0 +1,71 @@
+"""What goes wrong in Python: `map`, `LLM`, `Job`; and models and prompts that no command gets as far as."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+from stage import Stage
+from tiny_models import save_tiny_llama
+
+import batchgen as bg
+from batchgen.types import UsageError
+
+
+def calls_of_map(stage: Stage) -> None:
+    """Arguments that do not fit, and streams that change."""
+    data = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+    call: dict[str, Any] = {"model": "./model", "prompt": "{{ prompt }}", "output_column": "out"}
+
+    def wrong(given: Any, **arguments: Any) -> None:
+        stage.python(UsageError, lambda: bg.map(given, **{**call, **arguments}))
+
+    wrong(data, engines={})
+    wrong([{"prompt": "a"}])
+    wrong(data, output_column="prompt")
+    wrong(data, sampling={"stop": {1, 2}})
+
+
+def jobs_as_values(stage: Stage) -> None:
+    """Jobs that no job file could hold."""
+    stage.python(UsageError, lambda: bg.Job({"model": object(), "input": "prompts.jsonl", "output": "out"}))
+
+
+def engines_in_this_process(stage: Stage) -> None:
+    """A tiny model, asked for what it or this machine cannot do."""
+    save_tiny_llama(Path("tiny"))
+
+    def wrong(model: str = "tiny", **arguments: Any) -> None:
+        stage.python(UsageError, lambda: bg.LLM(model, **{"attention": "reference", **arguments}))
+
+    wrong(generation_defaults="some")
+    wrong(max_len=3)
+    wrong(max_model_len=1_000_000)
+    wrong(kv_cache_memory=1 << 60)
+    wrong(kv_cache_memory=5000)
+    wrong(attention="flash_attn")
+    llm = bg.LLM("tiny", attention="reference", max_model_len=64, kv_cache_memory=1 << 20)
+    (output,) = llm.generate(["x" * 100])
+    assert output.error is not None
+
+
+def models_that_do_not_load(stage: Stage) -> None:
+    """Models that are spoilt, of a kind that does not run here, or bring code."""
+    save_tiny_llama(Path("tiny"))
+    config = json.loads(Path("tiny/config.json").read_text())
+
+    def spoilt(**changes: Any) -> None:
+        Path("tiny/config.json").write_text(json.dumps({**config, **changes}))
+        stage.python(UsageError, lambda: bg.LLM("tiny", attention="reference"))
+
+    spoilt(model_type="unheard")
+    spoilt(model_type="unheard", auto_map={"AutoConfig": "code.Config"})
+    spoilt(num_hidden_layers=3)
+    spoilt(hidden_size=48, head_dim=12)
+    spoilt(max_position_embeddings="many")
+    spoilt(is_decoder=False, is_encoder_decoder=True, model_type="t5")
+
+
+ALL = [calls_of_map, jobs_as_values, engines_in_this_process, models_that_do_not_load]
