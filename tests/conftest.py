@@ -1,6 +1,7 @@
 """Settings and fixtures for all tests."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 # Waiting OpenMP threads must not spin while another process needs the core; read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Where a hang-up is ignored (`nohup`), a job ignores it too; the tests send it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How fast a busy machine makes examples says nothing of the code, and fixtures here are not changed.
 settings.register_profile("batchgen", deadline=None, suppress_health_check=list(HealthCheck))
