@@ -28,7 +28,8 @@ CHUNK_BYTES = 64 * 1024 * 1024
 _GROWING = ("commits", "index", "stats", "journal")
 # What belongs to this machine, or has an object of its own.
 _NOT_SENT = ("claims", "lock", "lease.json")
-_COPIES = ("manifest.json", "job.resolved.yaml", "report.html", "report.json", "_SUCCESS")
+_INDEX, _SUCCESS = ".batchgen/index/", "_SUCCESS"
+_COPIES = ("manifest.json", "job.resolved.yaml", "report.html", "report.json", _SUCCESS)
 _CHUNK = re.compile(r"(.+)@(\d{20})")
 
 Stamp = tuple[int, int]
@@ -96,7 +97,8 @@ class Mirror:
     def push(self) -> None:
         """Make the store hold everything that the working copy holds at this moment.
 
-        What supersedes is sent before what it supersedes is removed, so that a run that dies anywhere in
+        What supersedes is sent before what it supersedes is removed, and in the order of a local run: where
+        rows lie in the input, the manifest, the record of a part, the part. So a run that dies anywhere in
         here leaves a folder that can be continued.
 
         Raises:
@@ -105,12 +107,17 @@ class Mirror:
         """
         self._check()
         now = self._snapshot()
-        if "_SUCCESS" not in now.whole:
-            self._forget({"_SUCCESS", f"{state_folder(self._epoch)}_SUCCESS"} & self._objects)
+        if _SUCCESS not in now.whole:
+            self._forget({_SUCCESS, f"{state_folder(self._epoch)}{_SUCCESS}"} & self._objects)
+        index = {name: stamp for name, stamp in now.logs.items() if name.startswith(_INDEX)}
+        last = {name: stamp for name, stamp in now.whole.items() if name == _SUCCESS}
+        self._push_growing(index)
+        self._push_whole({name: stamp for name, stamp in now.whole.items() if name not in last})
+        self._push_growing({name: stamp for name, stamp in now.logs.items() if name not in index})
         self._push_parts(now.parts)
-        self._push_growing(now.logs)
         self._push_growing(now.journal)
-        self._push_whole(now.whole)
+        # It says that the rest is there.
+        self._push_whole(last)
         self._remove_gone(now)
 
     def _snapshot(self) -> _Snapshot:
@@ -169,10 +176,7 @@ class Mirror:
                     self._sent_bytes[name] = sent
 
     def _push_whole(self, files: dict[str, Stamp]) -> None:
-        changed = [name for name, stamp in files.items() if self._whole.get(name) != stamp]
-        # Last, because it says that the rest is there.
-        changed.sort(key=lambda name: name == "_SUCCESS")
-        for name in changed:
+        for name in [name for name, stamp in files.items() if self._whole.get(name) != stamp]:
             with contextlib.suppress(FileNotFoundError):
                 data = (self._folder.root / name).read_bytes()
                 self._put(f"{state_folder(self._epoch)}{name}", data)

@@ -167,7 +167,8 @@ def _take_over(store: ObjectStore, copy: Path, say: Callable[[str], None], *, ov
     """Claim the next epoch, and make the working copy what the store holds."""
     objects = store.sizes()
     latest = _latest_claim(store, objects)
-    accepted = frozenset() if latest is None else _accepted(objects, latest)
+    # What a new job replaces counts no more, also where this machine is lost before it is removed.
+    accepted = frozenset() if latest is None or overwrite else _accepted(objects, latest)
     epoch = 1 if latest is None else latest.epoch + 1
     owner = Owner.myself(locked=False)
     record = {"epoch": epoch, "accepted": sorted(accepted), "host": owner.host, "pid": owner.pid}
@@ -245,6 +246,7 @@ def _pull(
     Returns:
         Bytes of each growing file, and the stamps of the parts.
     """
+    JobFolder(copy).create()
     lengths = _pull_growing(store, copy, objects, accepted)
     segments = {Path(name).name: size for name, size in lengths.items() if SegmentName.parse(Path(name).name)}
     _write_claim(copy, latest.epoch, segments)

@@ -1,5 +1,6 @@
 """Output folders in an object store: the bytes of a local run, whatever is lost, whoever wakes late."""
 
+import contextlib
 import json
 import shutil
 import threading
@@ -14,8 +15,11 @@ from job_driver import Settings, run_here, setup_of
 
 import batchgen.job.object_store
 import batchgen.job.remote
+from batchgen.job.folder import JobFolder
+from batchgen.job.manifest import require_manifest
 from batchgen.job.mirror import Mirror
 from batchgen.job.object_store import ObjectStore
+from batchgen.job.parts import recognise_parts
 from batchgen.job.remote import fetched, run_remote
 from batchgen.job.run_options import RunResult
 from batchgen.job.status import read_status
@@ -112,11 +116,9 @@ class Lost(BaseException):
     """The machine is gone."""
 
 
-@pytest.mark.parametrize("cut", [1, 2, 4, 7, 11, 16, 22, 29, 37])
-def test_a_machine_lost_at_any_moment_loses_no_row(
-    settings: Settings, expected: dict[str, bytes], cut: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From its `cut`-th change of the store on, the first machine changes nothing any more."""
+@contextlib.contextmanager
+def cut_off(monkeypatch: pytest.MonkeyPatch, cut: int) -> Iterator[None]:
+    """From its `cut`-th change of the store on, the machine changes nothing any more."""
     changes = 0
     with monkeypatch.context() as patched:
         for name in ("write", "create", "upload", "delete"):
@@ -130,6 +132,14 @@ def test_a_machine_lost_at_any_moment_loses_no_row(
                 return real(*args, **kwargs)
 
             patched.setattr(ObjectStore, name, counted)
+        yield
+
+
+@pytest.mark.parametrize("cut", [1, 2, 4, 7, 11, 16, 22, 29, 37])
+def test_a_machine_lost_at_any_moment_loses_no_row(
+    settings: Settings, expected: dict[str, bytes], cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cut_off(monkeypatch, cut):
         slow = replace(settings, worker={"step_seconds": 0.005})
         with pytest.raises(StorageError):
             run(slow)
@@ -186,6 +196,43 @@ def test_overwrite_begins_anew(settings: Settings, expected: dict[str, bytes]) -
     assert parts() == expected
     lose_machine(settings)
     assert "already complete" in run(settings).reason
+
+
+@pytest.mark.parametrize("cut", [2, 5, 8, 12, 20])
+def test_a_machine_lost_while_it_begins_anew_mixes_no_two_jobs(
+    settings: Settings, expected: dict[str, bytes], cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run before had other results, which a job that knew their records would take for its own."""
+    monkeypatch.setattr(batchgen.job.remote, "SEND_SECONDS", 1000.0)
+    run(replace(settings, seed=5))
+    before = parts()
+    with contextlib.suppress(StorageError), cut_off(monkeypatch, cut):
+        run(settings, overwrite=True)
+    lose_machine(settings)
+    run(settings, lease_seconds=0.3)
+    # The claim is the second thing that is written; without it nothing has happened.
+    assert parts() == (before if cut <= 2 else expected)
+
+
+@pytest.mark.parametrize("cut", [5, 8, 14, 23])
+def test_a_machine_lost_in_a_retry(
+    settings: Settings, expected: dict[str, bytes], cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batchgen.job.remote, "SEND_SECONDS", 1000.0)
+    run(replace(settings, worker={"faults": [{"do": "timeout", "rows": [5, 22]}]}))
+    retried = replace(settings, retry={"where": None, "temperature": 0.5})
+    with contextlib.suppress(StorageError), cut_off(monkeypatch, cut):
+        run(retried)
+    lose_machine(settings)
+    run(retried, lease_seconds=0.3)
+    assert parts() == expected
+    with fetched(URL) as copy:
+        assert verify_folder(copy).faults == []
+        changes = require_manifest(JobFolder(copy)).changes
+        of_rows = [runs for c in recognise_parts(JobFolder(copy)).values() for runs in c.settings]
+    # A retry whose end was sent before its parts is done once more.
+    assert [change.open for change in changes] in ([False], [False, False])
+    assert [(row, count) for row, count, _ in of_rows] == [(5, 1), (22, 1)]
 
 
 def test_a_store_that_cannot_be_written_is_exit_5(
