@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from batchgen.api.answers import Lazily, StreamAnswers, answers
 from batchgen.api.job import Job, JobResult
 from batchgen.api.spool import ID, Spool, map_folder, new_workplace, spool_dataset, spool_stream
-from batchgen.job.run_options import needed_columns
 from batchgen.text.prompt_spec import spec_from_sections
 from batchgen.types import DriftError, StoppedError, UsageError
 
@@ -165,7 +164,7 @@ class _Call:
                 )
         spec = Job({**self._values, "input": "input", "output": "output"}).spec
         prompt = spec_from_sections(spec.prompt.model_dump(), spec.sampling.model_dump())
-        wanted = needed_columns(spec, prompt.bind(names))
+        wanted = {*prompt.bind(names).required_columns(), spec.run.priority}
         return [name for name in names if name in wanted]
 
     def _folder(self, spool: Spool) -> Path:

@@ -66,9 +66,9 @@ def new_workplace() -> Iterator[Path]:
 
 
 def map_folder(call: Mapping[str, Any], spool: Spool) -> Path:
-    """Where the job of a call over these rows is kept: equal calls find it again."""
+    """Where the job of a call over these rows is kept: calls with equal results find it again."""
     try:
-        text = json.dumps(call, sort_keys=True)
+        text = json.dumps({key: call[key] for key in call.keys() - {"run", "engine"}}, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"map: an argument holds what no job file can hold ({error}); use text, numbers, lists and dicts"

@@ -81,18 +81,6 @@ class RowResult(NamedTuple):
         """The result of a row that failed before it reached the engine."""
         return cls(Status.ERROR.value, error=error)
 
-    def to_message(self) -> dict[str, Any]:
-        """What `from_message` makes an equal result of."""
-        message = {
-            "status": self.status,
-            "text": self.generated_text,
-            "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
-            "error": self.error and [self.error.error_class.value, self.error.message],
-            "usage": self.usage and list(self.usage),
-        }
-        return message if self.included is None else {**message, "included": dict(self.included)}
-
     @property
     def included_size(self) -> int:
         """Characters and bytes of what is included."""

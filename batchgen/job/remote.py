@@ -37,7 +37,6 @@ from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
 from batchgen.types import BatchgenError, OwnershipError, StorageError, UsageError
 
 SEND_SECONDS = 30.0
-SEND_BYTES = 64 * 1024 * 1024
 MAX_FAILURES = 3
 LONGEST_BEAT_SECONDS = 5.0
 _CLAIMS, _LEASE = ".batchgen/claims/", ".batchgen/lease.json"

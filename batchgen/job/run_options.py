@@ -155,16 +155,6 @@ class RunResult:
     counts: Counts
 
 
-def needed_columns(spec: JobSpec, prompt: PromptSpec) -> frozenset[str]:
-    """Columns of the input that a worker needs.
-
-    Args:
-        spec: the job.
-        prompt: its prompt section, bound to the input's columns.
-    """
-    return prompt.required_columns()
-
-
 def setup_from_spec(
     spec: JobSpec,
     inputs: InputSet,
@@ -193,7 +183,7 @@ def setup_from_spec(
         output=spec.output_folder,
         url=spec.output_url,
         inputs=inputs,
-        columns=_in_order(needed_columns(spec, prompt), prompt),
+        columns=_in_order(prompt.required_columns(), prompt),
         fingerprints=fingerprints,
         worker_config=worker_config,
         new_plan=lambda: plan_output(

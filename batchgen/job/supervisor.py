@@ -19,6 +19,7 @@ from batchgen.data.row import Row
 from batchgen.data.sink import warm_up
 from batchgen.job.assembly import Assembler
 from batchgen.job.attempts import Attempt
+from batchgen.job.canary import find_canary
 from batchgen.job.events import Assembled, Message, StopAsked, Stopping
 from batchgen.job.fleet import Fleet
 from batchgen.job.journal import Kind, PartialRecord, ResultRecord
@@ -85,6 +86,7 @@ class Supervisor:
         self._job = job
         self._options = options
         self._attempt = attempt
+        self._columns = columns
         self._report = report
         self._say = say
         self._events: queue.SimpleQueue[Message | Assembled | StopAsked] = events
@@ -413,6 +415,8 @@ class Supervisor:
         if not self._options.poison or not rows:
             self._pool.put_back(rows)
             return f"starting another, which gets its {len(rows)} rows again"
+        if self._suspects.canary is None and (known := find_canary(self._job, self._columns)) is not None:
+            self._suspects.finished(*known)
         self._suspects.accuse(rows, in_step)
         return (
             f"starting another; its {len(rows)} rows run again apart from others, to find out whether one "

@@ -75,6 +75,14 @@ def test_length_order_columns_and_errors_as_data(call: dict[str, Any]) -> None:
     assert len({row["summary"] for row in good}) == 19
 
 
+def test_rows_run_by_a_column_that_no_prompt_shows(call: dict[str, Any]) -> None:
+    out = bg.map(Dataset.from_list(ROWS), **{**call, "run": {**RUN, "priority": "n", "order": "input"}})
+    assert sum(row["summary"] is not None for row in out) == 19
+    stream = IterableDataset.from_generator(lambda: iter(ROWS))
+    found = list(bg.map(stream, **{**call, "run": {**RUN, "priority": "n"}}))
+    assert [row["summary"] for row in found] == out["summary"][:]
+
+
 def test_an_equal_call_computes_nothing_and_another_computes_anew(call: dict[str, Any]) -> None:
     source = Dataset.from_list(ROWS)
     launches = Launches()
@@ -83,6 +91,9 @@ def test_an_equal_call_computes_nothing_and_another_computes_anew(call: dict[str
     again = bg.map(Dataset.from_list(ROWS), **call)
     assert launches.count == 1
     assert again.to_list() == first.to_list()
+    # How a job is driven changes no result.
+    bg.map(source, **{**call, "run": {**RUN, "workers": 2}, "engine": {"max_num_seqs": 3}})
+    assert launches.count == 1
     bg.map(source, **{**call, "resume": False})
     bg.map(source, **{**call, "sampling": {"max_tokens": 5}})
     bg.map(source.select(range(5)), **call)

@@ -96,9 +96,10 @@ def test_ids_beyond_a_selection_that_became_smaller(tmp_path: Path, monkeypatch:
 KILLS = {"step_seconds": 0, "faults": [{"do": "kill", "rows": [8]}]}
 
 
-def test_a_poison_row_that_is_the_last_one_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part_rows", [3, 4], ids=["in an open part", "in a part of its own"])
+def test_a_poison_row_that_is_the_last_one_left(tmp_path: Path, part_rows: int) -> None:
     """No row can finish in this run, so the row that shows that the engine works is one of an earlier run."""
-    settings = job(tmp_path, list("abcdefghi"), limit=8)
+    settings = job(tmp_path, list("abcdefghi"), limit=8, part_rows=part_rows)
     run_here(settings)
     settings.limit, settings.worker = None, KILLS
     assert run_here(settings).exit_code == 0
