@@ -92,7 +92,7 @@ def _sets(manifest: Manifest, number: int) -> Sequence[str] | None:
 
 def _sample(folder: JobFolder, manifest: Manifest, count: int, seed: int | None) -> list[_Stored]:
     """Rows that are ok, each with equal chance, in order."""
-    commits = sorted(recognise_parts(folder).values(), key=lambda commit: commit.part)
+    commits = list(recognise_parts(folder).values())
     ends = list(accumulate(commit.counts.ok for commit in commits))
     total = ends[-1] if ends else 0
     chosen = random.Random(seed).sample(range(total), min(count, total))

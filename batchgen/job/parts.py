@@ -139,7 +139,7 @@ class PartStore:
         self._files = files
         self._log = LineLog(folder.commits / log_name(epoch), files)
         self._summaries = LineLog(folder.stats / log_name(epoch, PARTS), files)
-        self.committed: PackedTable[PartCommit] = PackedTable(PartCommit.to_json, PartCommit.from_json)
+        self.committed = _table()
 
     def recognise(self, say: Callable[[str], None], still_owner: Callable[[], None]) -> None:
         """Find the committed parts; move what is torn or foreign to quarantine and say so.
@@ -265,16 +265,28 @@ class PartStore:
 
 def recognise_parts(
     folder: JobFolder, damaged: list[str] | None = None, *, empty: bool = False
-) -> dict[int, PartCommit]:
-    """The committed parts by number, from the commit records and the files that are there.
+) -> Mapping[int, PartCommit]:
+    """The committed parts, from the commit records and the files that are there.
 
     Args:
         folder: the output folder.
         damaged: gets a sentence for each record that is left out.
         empty: those too of which no row is selected, and that have no file.
+
+    Returns:
+        By number, in that order; a few bytes of memory for each.
     """
-    found = {commit.part: commit for commit in _found_again(folder, damaged)}
-    return {part: commit for part, commit in sorted(found.items()) if empty or not commit.empty}
+    found = _table()
+    for commit in _found_again(folder, damaged):
+        found[commit.part] = commit
+    if not empty:
+        for part in [commit.part for commit in found.values() if commit.empty]:
+            del found[part]
+    return found
+
+
+def _table() -> PackedTable[PartCommit]:
+    return PackedTable(PartCommit.to_json, PartCommit.from_json)
 
 
 def _found_again(folder: JobFolder, damaged: list[str] | None = None) -> Iterator[PartCommit]:
@@ -285,12 +297,22 @@ def _found_again(folder: JobFolder, damaged: list[str] | None = None) -> Iterato
             yield commit
 
 
-def read_summaries(folder: JobFolder, damaged: list[str]) -> dict[str, PartSummary]:
-    """What each part holds, by the digest of its file; parts of which nothing is known are missing."""
-    found = {}
+def read_summaries(
+    folder: JobFolder, parts: Mapping[int, PartCommit], damaged: list[str]
+) -> Mapping[int, PartSummary]:
+    """What parts hold, by number, in little memory each; those of which nothing is known are missing.
+
+    Args:
+        folder: the output folder.
+        parts: that are committed.
+        damaged: gets a sentence for each record that is left out.
+    """
+    found: PackedTable[PartSummary] = PackedTable(PartSummary.to_json, PartSummary.from_json)
     for record in read_folder(folder.stats, damaged, PARTS):
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            found[record["digest"]] = PartSummary.from_json(record["summary"])
+            commit = parts.get(record["part"])
+            if commit is not None and commit.digest == record["digest"]:
+                found[commit.part] = PartSummary.from_json(record["summary"])
     return found
 
 

@@ -73,7 +73,7 @@ def push_folder(root: Path, target: HubTarget, format: str, say: Callable[[str],
         StorageError: the hub refused or could not be reached; the folder is complete all the same.
     """
     folder = JobFolder(root)
-    parts = [commit for _, commit in sorted(recognise_parts(folder).items()) if commit.rows]
+    parts = [commit for commit in recognise_parts(folder).values() if commit.rows]
     content = _content(parts)
     last = read_pushed(folder)
     if last is not None and last.goes_to(target) and last.content == content:

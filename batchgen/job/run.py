@@ -300,6 +300,11 @@ def _gated(folder: JobFolder, manifest: Manifest, options: RunOptions, result: R
 
     summary = summarise_rows(folder, manifest, recognise_parts(folder), [], lambda: None)
     failed = faults(options.gates, summary)
+    if summary.rows != result.counts.rows:
+        failed.append(
+            f"{summary.rows:,} of them can be read again, so run.gates cannot be checked; "
+            f"`batchgen verify {folder.root}` says what is wrong"
+        )
     return RunResult(GATE_FAILED, "; ".join([result.reason, *failed]), result.counts) if failed else result
 
 

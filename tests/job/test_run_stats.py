@@ -91,13 +91,13 @@ def test_a_run_leaves_what_the_report_needs(tmp_path: Path) -> None:
     samples = list(read_times(folder, 1, damaged))
     assert samples[-1]["rows_done"] == 60
     assert samples[-1]["output_tokens"] > 0
-    summaries = read_summaries(folder, damaged)
     parts = recognise_parts(folder)
+    summaries = read_summaries(folder, parts, damaged)
     names = {name: name for name in ("row", "id", "status", "finish_reason", "error", "usage")}
     plan = {"format": "jsonl", "names": names}
     assert len(parts) == 6
     for commit in parts.values():
-        assert summary_of(read_part(folder.data / commit.file, plan)) == summaries[commit.digest]
+        assert summary_of(read_part(folder.data / commit.file, plan)) == summaries[commit.part]
     assert damaged == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from thread_worker import Killed, ThreadLauncher
 
 from batchgen.job import ids as ids_module
 from batchgen.job.folder import JobFolder
+from batchgen.job.gates import Gate
 from batchgen.job.manifest import require_manifest
 from batchgen.job.run import run_job
 from batchgen.job.supervisor import Supervisor
@@ -168,3 +170,19 @@ def test_a_retry_takes_in_no_rows_that_the_input_has_more(tmp_path: Path) -> Non
     assert run_here(settings).counts.rows == 9
     assert len(require_manifest(JobFolder(Path(settings.output))).changes) == 1
     same_as_at_once(settings, run_here)
+
+
+def test_gates_of_rows_that_cannot_be_read_again_are_not_passed(tmp_path: Path) -> None:
+    settings = job(tmp_path, list("abcdef"))
+    settings.options = {"gates": (Gate.parse("ok", ">= 3"),)}
+    assert run_here(settings).exit_code == 0
+    folder = JobFolder(Path(settings.output))
+    for path in folder.stats.glob("s*.jsonl"):
+        path.unlink()
+    part = folder.part(1, ".jsonl")
+    stat = part.stat()
+    part.write_bytes(b"x" * stat.st_size)
+    os.utime(part, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    result = run_here(settings)
+    assert result.exit_code == 8
+    assert "3 of them can be read again, so run.gates cannot be checked" in result.reason

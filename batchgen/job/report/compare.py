@@ -88,7 +88,7 @@ def _rows(root: Path) -> Iterator[tuple[Key, PartRow]]:
     folder = JobFolder(root)
     plan = require_manifest(folder).output_plan
     before, again = -1, 0
-    for _, commit in sorted(recognise_parts(folder).items()):
+    for commit in recognise_parts(folder).values():
         path = folder.data / commit.file
         try:
             for row in read_part(path, plan, only=_NEEDED):

@@ -111,10 +111,10 @@ def summarise_rows(
         still_time: called now and then; may raise.
     """
     total = PartSummary()
-    known = read_summaries(folder, damaged)
+    known = read_summaries(folder, parts, damaged)
     for commit in parts.values():
         still_time()
-        summary = known.get(commit.digest)
+        summary = known.get(commit.part)
         try:
             total.merge(summary_of(_rows_of(folder, manifest, commit)) if summary is None else summary)
         except (StorageError, ValueError) as error:
