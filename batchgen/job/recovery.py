@@ -313,7 +313,11 @@ def _decide_ids(job: OpenJob, setup: JobSetup, stops: Stops, say: Callable[[str]
     if job.decisions is not None:
         for part, _ in groupby(ordinal // job.manifest.part_rows for ordinal in job.decisions.ordinals()):
             commit = job.parts.committed.get(part)
-            if commit is not None and commit.duplicate_ids != now:
+            if commit is None or commit.duplicate_ids == now:
+                continue
+            if commit.empty:
+                del job.parts.committed[part]
+            else:
                 job.replaced[part] = job.replacing(commit, change=commit.change)
 
 

@@ -1,5 +1,6 @@
 """`batchgen.map`: each promise it makes, with the fake engine in a real worker."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -181,7 +182,9 @@ source = Dataset.from_list({ROWS!r} * 40)
 out = bg.map(source, launch=launcher({behaviour!r}), output={str(tmp_path / "kept")!r}, **call)
 print(len(out), out[5]["summary"])
 """
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = [sys.executable, "-c", script]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     journal = tmp_path / "kept" / "out" / ".batchgen" / "journal"
     while process.poll() is None and not any(f.stat().st_size > 200 for f in journal.glob("*.seg")):
         try:
@@ -191,7 +194,7 @@ print(len(out), out[5]["summary"])
     process.kill()
     assert process.wait() == -9
     process.communicate()
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     source = Dataset.from_list(ROWS * 40)
     whole = bg.map(
         source, **{**call, "run": {**RUN, "checkpoint_seconds": 0.1}, "launch": launcher(behaviour)}

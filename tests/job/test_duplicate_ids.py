@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from job_driver import Settings, setup_of
 from job_inputs import data_bytes, read_output
@@ -135,6 +135,7 @@ def in_order(ids: Sequence[str]) -> list[str]:
     st.none() | st.integers(0, 8),
     st.sampled_from(["suffix", "keep_first"]),
 )
+@example(["a"] * 7, 2, 7, None, "suffix")
 def test_policies_in_any_order_of_work(
     tmp_path_factory: Any, ids: list[str], part_rows: int, first: int, kill: int | None, policy: str
 ) -> None:

@@ -364,6 +364,7 @@ def peak_of(tmp_path: Path, rows: int) -> int:
     )
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(asdict(settings)), str(Path(__file__).parent)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
