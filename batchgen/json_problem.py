@@ -6,6 +6,7 @@ The readers of records use it, and whoever reads JSON out of a column.
 from __future__ import annotations
 
 import json
+from typing import Any, NoReturn
 
 _PROBLEMS = {
     "Expecting value": "a value is missing",
@@ -28,3 +29,25 @@ def json_problem(error: ValueError) -> str:
         return str(error)
     ours = next((ours for theirs, ours in _PROBLEMS.items() if error.msg.startswith(theirs)), error.msg)
     return f"{ours} at character {error.pos + 1}"
+
+
+def read_json(text: str, *, constants: bool = False) -> Any:
+    """The value of a JSON text out of a column.
+
+    Args:
+        text: the JSON.
+        constants: whether `NaN` and the infinities, which are not JSON, are read.
+
+    Raises:
+        ValueError: its message is the problem, in words that do not change.
+    """
+    try:
+        return json.loads(text, parse_constant=None if constants else _refuse_constant)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(json_problem(error)) from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

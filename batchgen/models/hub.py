@@ -95,6 +95,7 @@ def _with_names(snapshot: Snapshot, key: str) -> Snapshot:
     try:
         names = HfApi().list_repo_files(snapshot.repo, revision=snapshot.commit)
     except Exception:
+        # Offline, or a hub that does not answer: what the cache holds must do.
         return snapshot
     with _no_progress_bar():
         fetch_files(snapshot, [name for name in names if name.startswith(_TEMPLATES)], key)
@@ -145,6 +146,7 @@ def _cached(repo: str, revision: str | None) -> Path | None:
     try:
         folder = _download(repo, revision, allow_patterns=["config.json"], local_files_only=True)
     except Exception:
+        # Its client raises many things for "not in the cache"; the hub is asked next.
         return None
     return folder if any(folder.iterdir()) else None
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, NoReturn, get_type_hints
 
-from batchgen.json_problem import json_problem
+from batchgen.json_problem import read_json
 from batchgen.sampling.resolve import resolve_sampling
 from batchgen.types import ErrorClass, RowFailure, SamplingParams, UsageError
 
@@ -118,10 +117,10 @@ class RowSampling:
 
     def _parse(self, text: str) -> Any:
         try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            reason = "nested too deeply" if isinstance(error, RecursionError) else json_problem(error)
-            self._refuse(f" should hold an object of overrides as JSON, but: {reason}")
+            # A value that is not finite is refused with the name of its key.
+            return read_json(text, constants=True)
+        except ValueError as error:
+            self._refuse(f" should hold an object of overrides as JSON, but: {error}")
 
     def _refuse(self, what: str) -> NoReturn:
         raise RowFailure(ErrorClass.INVALID_PARAM, f"column {self._column!r}{what}")

@@ -6,11 +6,10 @@ affair.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from batchgen.json_problem import json_problem
+from batchgen.json_problem import read_json
 from batchgen.types import ErrorClass, RowFailure
 
 Message = dict[str, Any]
@@ -81,16 +80,11 @@ def parse_json(column: str, what: str, text: str) -> Any:
         RowFailure: `invalid_json`.
     """
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else json_problem(error)
+        return read_json(text)
+    except ValueError as error:
         raise RowFailure(
-            ErrorClass.INVALID_JSON, f"column {column!r} should hold {what} as JSON, but: {reason}"
+            ErrorClass.INVALID_JSON, f"column {column!r} should hold {what} as JSON, but: {error}"
         ) from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _invalid(column: str, what: str) -> NoReturn:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from batchgen.json_problem import json_problem
+from batchgen.json_problem import read_json
 from batchgen.text.messages import without_nulls
 from batchgen.types import ErrorClass, RowFailure
 
@@ -41,16 +40,11 @@ def read_tools(where: str, value: Any) -> list[Tool] | None:
 
 def _parse(where: str, text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else json_problem(error)
+        return read_json(text)
+    except ValueError as error:
         raise RowFailure(
-            ErrorClass.INVALID_TOOLS, f"{where} should hold tools as JSON, but: {reason}"
+            ErrorClass.INVALID_TOOLS, f"{where} should hold tools as JSON, but: {error}"
         ) from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _invalid(where: str, what: str) -> NoReturn:

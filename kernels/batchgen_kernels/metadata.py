@@ -40,11 +40,6 @@ class AttentionMetadata:
     block_size: int
 
     @property
-    def num_seqs(self) -> int:
-        """Sequences in the step."""
-        return int(self.seq_lens.shape[0])
-
-    @property
     def num_rows(self) -> int:
         """Rows of the step, padding included."""
         return int(self.slot_mapping.shape[0])
