@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from range_server import COMMITS, Site, serve
+from stand_in_s3 import serve_s3
 
 from batchgen.data import remote
 from batchgen.data.fingerprint import describe_changes
@@ -55,25 +56,10 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-            "AWS_ACCESS_KEY_ID": "k",
-            "AWS_SECRET_ACCESS_KEY": "s",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
-            patch.setenv(name, value)
-        files = fsspec.filesystem("s3")
-        files.mkdir("bucket")
+    with serve_s3("bucket"):
         for name, data in FILES.items():
-            files.pipe_file(f"bucket/in/{name}", data)
+            fsspec.filesystem("s3").pipe_file(f"bucket/in/{name}", data)
         yield "s3://bucket/in"
-    server.stop()
 
 
 def facts(row: Row) -> tuple:

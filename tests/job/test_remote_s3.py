@@ -12,7 +12,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from moto.server import ThreadedMotoServer
+from stand_in_s3 import serve_s3
 from tiny_models import save_tokenizer
 
 FAKE = Path(__file__).resolve().parents[1] / "fake_batchgen.py"
@@ -22,21 +22,8 @@ ROWS = 60
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, str]]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    settings = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "k",
-        "AWS_SECRET_ACCESS_KEY": "s",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.setenv(name, value)
-        fsspec.filesystem("s3").mkdir("results")
+    with serve_s3("results") as settings:
         yield settings
-    server.stop()
 
 
 @pytest.fixture
