@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from batchgen.api.llm import LLM
     from batchgen.api.mapping import map
     from batchgen.api.results import Results, open
-    from batchgen.types import Output, SamplingParams
+    from batchgen.types import Output, Sample, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Job", "JobResult", "Output", "Results", "SamplingParams", "map", "open"]
+__all__ = ["LLM", "Job", "JobResult", "Output", "Results", "Sample", "SamplingParams", "map", "open"]
 
 _WHERE = {
     "Job": "batchgen.api.job",
@@ -27,6 +27,7 @@ _WHERE = {
     "LLM": "batchgen.api.llm",
     "Output": "batchgen.types",
     "Results": "batchgen.api.results",
+    "Sample": "batchgen.types",
     "SamplingParams": "batchgen.types",
     "map": "batchgen.api.mapping",
     "open": "batchgen.api.results",

@@ -237,21 +237,33 @@ class Request:
 
 
 @dataclass(slots=True)
+class Sample:
+    """One of the answers to a request.
+
+    `token_ids` and `text` are cut at the stop condition, both at the same place; neither holds the
+    end-of-sequence or stop token.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
 class Output:
     """The end of one request.
 
-    `token_ids` and `text` are cut at the stop condition, both at the same place; neither holds the
-    end-of-sequence or stop token. `completion_tokens` counts every sampled token, including those.
+    `samples` holds as many answers as were asked for, and none where there is an error; `text`, `token_ids`,
+    `finish_reason` and `stop_reason` are those of the first. `completion_tokens` counts every token sampled
+    for any of them, the end-of-sequence and stop tokens included.
     `queue_seconds` passed from the request's arrival to its first step, `run_seconds` from there to its end;
     `control_tokens` is how many its own text spelled. `answers` holds the text of each turn of a dialogue, of
     which `text` is the last.
     """
 
     request_id: int
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
+    samples: tuple[Sample, ...] = ()
     prompt_tokens: int = 0
     completion_tokens: int = 0
     truncated_tokens: int = 0
@@ -267,3 +279,23 @@ class Output:
     def ok(self) -> bool:
         """Whether the row has a result."""
         return self.error is None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first sample; empty where there is an error."""
+        return self.samples[0].token_ids if self.samples else []
+
+    @property
+    def text(self) -> str:
+        """Of the first sample; empty where there is an error."""
+        return self.samples[0].text if self.samples else ""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Of the first sample; None where there is an error."""
+        return self.samples[0].finish_reason if self.samples else None
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """Of the first sample: the stop string or token id that ended it, if one did."""
+        return self.samples[0].stop_reason if self.samples else None

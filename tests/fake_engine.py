@@ -40,6 +40,7 @@ from batchgen.types import (
     Output,
     Request,
     RowError,
+    Sample,
     UsageError,
 )
 
@@ -259,9 +260,9 @@ class FakeCore:
         full = len(live.ids) == request.sampling.max_tokens
         return Output(
             request.request_id,
-            token_ids=live.ids,
-            text=text_of(live.ids),
-            finish_reason=FinishReason.LENGTH if full else FinishReason.STOP,
+            samples=(
+                Sample(live.ids, text_of(live.ids), FinishReason.LENGTH if full else FinishReason.STOP),
+            ),
             prompt_tokens=len(request.prompt_token_ids),
             completion_tokens=len(live.ids),
             # Something that depends on scheduling, and so must not reach the results.

@@ -43,7 +43,8 @@ def test_the_command_line_with_token_ids_loads_neither_torch_nor_transformers(tm
         "output: {path: out, format: jsonl, compression: none}\nrun: {min_free_disk: 1MB}\n"
     )
     command = [sys.executable, str(FAKE_BATCHGEN), "run", str(tmp_path / "job.yaml")]
-    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONPROFILEIMPORTTIME": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     log = next((tmp_path / "out/.batchgen/attempts").glob("*.log")).read_text()

@@ -93,11 +93,13 @@ class Dialogue:
     def _whole(self, error: RowError | None) -> Output:
         """The turns' outputs as one: sums of their counts, and the last one's reasons."""
         sums = {name: sum(getattr(output, name) for output in self._ended) for name in (*_SUMS, *_TIMES)}
+        tokens = [token for output in self._ended for token in output.token_ids]
+        last = self._ended[-1]
         return replace(
-            self._ended[-1],
+            last,
             error=error,
             answers=tuple(self.answers),
-            token_ids=[token for output in self._ended for token in output.token_ids],
+            samples=tuple(replace(sample, token_ids=tokens) for sample in last.samples),
             # Every rendering sees the texts of all turns before it.
             control_tokens=max(output.control_tokens for output in self._ended),
             **sums,

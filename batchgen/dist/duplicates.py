@@ -38,7 +38,7 @@ class _Answer:
     @property
     def size(self) -> int:
         """Tokens, and something for the objects themselves."""
-        return len(self.output.token_ids) + len(self.sampled) + 32
+        return sum(len(s.token_ids) for s in self.output.samples) + len(self.sampled) + 32
 
     def copy(self, request: Request) -> Output:
         """The answer as that of another row; what was spent on it was spent once."""

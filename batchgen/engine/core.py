@@ -27,6 +27,7 @@ from batchgen.types import (
     RequestState,
     RowError,
     RowFailure,
+    Sample,
     SamplingParams,
 )
 
@@ -310,10 +311,7 @@ class EngineCore:
     def _output(self, request: Request, finished: Finish) -> Output:
         return Output(
             request_id=request.request_id,
-            token_ids=finished.token_ids,
-            text=finished.text,
-            finish_reason=finished.reason,
-            stop_reason=finished.stop_reason,
+            samples=(Sample(finished.token_ids, finished.text, finished.reason, finished.stop_reason),),
             prompt_tokens=len(request.prompt_token_ids),
             completion_tokens=len(request.output_token_ids),
             truncated_tokens=request.truncated_tokens,
