@@ -8,8 +8,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Self
 
-from batchgen.engine.build import build_engine, load_tokenizer
+from batchgen.engine.build import Engine, build_engine, load_tokenizer
 from batchgen.engine.config import EngineConfig
+from batchgen.engine.core import EngineCore
 from batchgen.sampling.resolve import generation_defaults, resolve_sampling
 from batchgen.text.prompt import PreparedRow, PromptRenderer, PromptSpec
 from batchgen.types import Output, Request, RowError, SamplingParams, UsageError
@@ -63,8 +64,7 @@ class LLM:
         config = EngineConfig(model=model, tokenizer=tokenizer, **engine)
         self._chat_template = chat_template
         self._tokenizer = load_tokenizer(config)
-        self._engine = build_engine(config, self._tokenizer)
-        self._core = self._engine.core
+        self._open: Engine | None = build_engine(config, self._tokenizer)
         self._defaults = _defaults(generation_defaults, self._engine.loaded.generation_config.to_dict())
         self._streaming = False
         self.notes = tuple(self._engine.notes)
@@ -73,6 +73,16 @@ class LLM:
     def max_model_len(self) -> int:
         """Longest prompt plus output, in tokens."""
         return self._core.max_model_len
+
+    @property
+    def _engine(self) -> Engine:
+        if self._open is None:
+            raise RuntimeError("this LLM is closed; make another one")
+        return self._open
+
+    @property
+    def _core(self) -> EngineCore:
+        return self._engine.core
 
     def generate(self, prompts: Iterable[Prompt], sampling: SamplingParams | None = None) -> list[Output]:
         """Complete every prompt.
@@ -115,7 +125,8 @@ class LLM:
 
         Raises:
             UsageError: one prompt or conversation instead of many, or sampling that is no `SamplingParams`.
-            RuntimeError: another iteration over this model has not been finished or closed.
+            RuntimeError: another iteration over this model has not been finished or closed, or the LLM is
+                closed.
             EngineError: the engine cannot go on.
         """
         _check_many(prompts, chat=chat)
@@ -125,11 +136,13 @@ class LLM:
             )
         params = sampling or resolve_sampling({}, self._defaults)
         renderers = _Renderers(self._tokenizer, self._chat_template, chat=chat)
-        return self._stream(iter(prompts), params, renderers)
+        return self._stream(self._core, iter(prompts), params, renderers)
 
     def close(self) -> None:
-        """Give the memory back; the object is unusable afterwards."""
-        self._core.close()
+        """Give the memory of weights and cache back; the object is unusable afterwards. Twice is once."""
+        if self._open is not None:
+            self._open.core.close()
+            self._open = None
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +151,7 @@ class LLM:
         self.close()
 
     def _stream(
-        self, prompts: Iterator[Any], sampling: SamplingParams, renderers: _Renderers
+        self, core: EngineCore, prompts: Iterator[Any], sampling: SamplingParams, renderers: _Renderers
     ) -> Iterator[Output]:
         if self._streaming:
             raise RuntimeError("another iteration over this LLM is under way; finish or close it first")
@@ -153,12 +166,12 @@ class LLM:
                     exhausted = len(group) < _GROUP
                     done.update(self._add(group, taken, sampling, renderers))
                     taken += len(group)
-                done.update((output.request_id, output) for output in self._core.step())
+                done.update((output.request_id, output) for output in core.step())
                 while given in done:
                     yield done.pop(given)
                     given += 1
         finally:
-            self._core.abort_all()
+            core.abort_all()
             self._streaming = False
 
     def _wants(self, outstanding: int) -> bool:

@@ -17,6 +17,7 @@ import torch
 from batchgen.core.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
 from batchgen.engine.isolation import Isolation, StepFailed, error_of_row, is_of_a_row, out_of_memory
 from batchgen.engine.runner import ModelRunner
+from batchgen.engine.step_budget import StepBudget
 from batchgen.sampling.sampler import SamplingRow, finite_rows, sample
 from batchgen.text.stop import Finish, StopChecker, StopRules
 from batchgen.text.tokenizer import Tokenizer
@@ -99,6 +100,7 @@ class EngineCore:
         """Called with the requests of a step before it is computed."""
         self._live: dict[int, _Live] = {}
         self._isolation = Isolation(scheduler)
+        self._budget = StepBudget()
         self._rules_of: dict[SamplingParams, StopRules] = {}
 
     @property
@@ -174,6 +176,8 @@ class EngineCore:
     def _settle(self) -> list[Output]:
         """End the requests that were found to make a step fail, if that is known now."""
         errors = self._isolation.settle(has_worked=self.counters.steps > 0)
+        if errors:
+            self._budget.forget()
         return [self.fail(request_id, error) for request_id, error in errors.items()]
 
     def _note_started(self, planned: SchedulerOutput, now: float) -> None:
@@ -184,13 +188,14 @@ class EngineCore:
 
     def _execute(self) -> tuple[SchedulerOutput, _Sampled]:
         """Schedule, compute and sample one step; in smaller pieces where memory does not suffice."""
-        budget: int | None = None
         while True:
-            planned = self.scheduler.schedule(budget)
+            planned = self.scheduler.schedule(self._budget.tokens)
             if self.on_step is not None:
                 self.on_step([s.request.request_id for s in planned.scheduled])
             try:
-                return planned, self._sample(planned, self.runner.execute(planned))
+                sampled = self._sample(planned, self.runner.execute(planned))
+                self._budget.sufficed()
+                return planned, sampled
             except BaseException as error:
                 self.scheduler.rollback(planned)
                 if not isinstance(error, Exception):
@@ -198,7 +203,7 @@ class EngineCore:
                 if not out_of_memory(error) or planned.total_tokens == 1:
                     ids = [s.request.request_id for s in planned.scheduled]
                     raise StepFailed(ids, error) from error
-                budget = planned.total_tokens // 2
+                self._budget.ran_out(planned.total_tokens)
                 logger.warning("a step of %d tokens ran out of memory, halved", planned.total_tokens)
 
     def partials(self) -> list[tuple[int, int, list[int]]]:
@@ -233,7 +238,7 @@ class EngineCore:
         del self._live[row]
 
     def close(self) -> None:
-        """Give the cache's memory back; the engine is unusable afterwards."""
+        """Give the memory of cache and weights back; the engine is unusable afterwards."""
         self._live.clear()
         self.runner.close()
 

@@ -100,5 +100,6 @@ class ModelRunner:
         return logits[: len(step.samplers)].float()
 
     def close(self) -> None:
-        """Give the KV cache's memory back."""
+        """Give the memory of the KV cache back, and that of the weights if nobody else holds the model."""
         self.caches.clear()
+        del self.model

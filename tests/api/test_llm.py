@@ -1,5 +1,10 @@
 """`batchgen.LLM`: what a Python program gets, on a tiny model."""
 
+import gc
+import os
+import subprocess
+import sys
+import weakref
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
@@ -118,3 +123,51 @@ def test_what_cannot_be_is_said(folder: Path) -> None:
         bg.LLM(str(folder), generation_defaults="yes")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         bg.nothing  # noqa: B018
+
+
+def test_close_gives_weights_and_cache_back_even_while_the_object_lives(folder: Path) -> None:
+    llm = bg.LLM(str(folder), max_model_len=64, kv_cache_memory=2**22)
+    core = llm._core
+    held = [weakref.ref(core.runner.model), weakref.ref(core.runner.caches[0].key)]
+    stream = llm.stream(["a", "b"], bg.SamplingParams(max_tokens=2))
+    next(stream)
+    llm.close()
+    llm.close()
+    stream.close()  # type: ignore[attr-defined]
+    del core
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+    for use in (lambda: llm.stream(["a"]), lambda: llm.generate(["a"]), lambda: llm.max_model_len):
+        with pytest.raises(RuntimeError, match="this LLM is closed; make another one"):
+            use()
+
+
+TEN_TIMES = """
+import sys
+import batchgen as bg
+
+def resident():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * 4096
+
+seen = []
+for _ in range(10):
+    with bg.LLM(sys.argv[1], max_model_len=128, kv_cache_memory=2**26) as llm:
+        assert all(out.ok for out in llm.generate(["one", "two"], bg.SamplingParams(max_tokens=3)))
+        opened = resident()
+    seen.append(resident())
+    assert opened - seen[-1] > 2**25, "the cache is still there"
+print(max(seen[2:]) - seen[1])
+"""
+
+
+def test_ten_engines_one_after_the_other_leave_nothing_behind(folder: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", TEN_TIMES, str(folder)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # The weights and caches of eight engines would be 512 MiB.
+    assert int(said.stdout) < 16 * 2**20

@@ -1,0 +1,99 @@
+"""Measure what a step needs besides weights and KV cache, before the cache is sized.
+
+A few small steps are watched tensor by tensor. Activations grow linearly with the rows of a packed step,
+attention included, as scores live in registers and small buffers; so the largest step follows from small
+ones, without the seconds that running it would take on a CPU.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the tensors made under it; `peak` is the most that lived at once.
+
+    Buffers that an operation uses inside itself are not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._live = 0
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = {_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if _is_strided(leaf)}
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if _is_strided(leaf) and _storage(leaf)._cdata not in given:
+                self._watch(_storage(leaf))
+        return result
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._watched:
+            return
+
+        def gone(_: Any) -> None:
+            del self._watched[key]
+            self._live -= size
+
+        self._watched[key] = weakref.ref(storage, gone)
+        self._live += size
+        self.peak = max(self.peak, self._live)
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes of the largest step: `activations` of its tokens, and `logits` of the rows that sample."""
+
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Both; they live at the same time where a step ends."""
+        return self.activations + self.logits
+
+
+def measure_step(step: Callable[[int, int], object], *, tokens: int, logits_rows: int) -> StepMemory:
+    """The memory of a step of `tokens` tokens, `logits_rows` of which sample, from small ones.
+
+    Args:
+        step: runs so many tokens, of which so many (none, too) are sampled, and drops the result.
+        tokens: most in a step.
+        logits_rows: most that are sampled in a step.
+    """
+    few, many = 8, 40
+
+    def peak(rows: int, sampled: int) -> int:
+        watch = PeakBytes()
+        with watch:
+            step(rows, sampled)
+        return watch.peak
+
+    least = peak(few, 0)
+    a_token = (peak(many, 0) - least) / (many - few)
+    a_row = (peak(many, many) - peak(many, few)) / (many - few)
+    return StepMemory(
+        activations=int(least + a_token * max(0, tokens - few)), logits=int(a_row * logits_rows)
+    )
