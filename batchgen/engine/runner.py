@@ -69,9 +69,11 @@ class ModelRunner:
         self.backend = backend
         self.block_size = block_size
         self.row_multiple = row_multiple
-        device = torch.device("cpu")
+        sizes = [backend.bytes_per_block(layer.spec, block_size, loaded.dtype) for layer in layers]
+        self.pages = [torch.zeros(num_blocks, size, dtype=torch.uint8) for size in sizes]
         self.caches: list[KVCache] = [
-            backend.allocate(layer.spec, num_blocks, block_size, device, loaded.dtype) for layer in layers
+            backend.view(layer.spec, pages, block_size, loaded.dtype)
+            for layer, pages in zip(layers, self.pages, strict=True)
         ]
 
     @torch.inference_mode()
@@ -81,9 +83,10 @@ class ModelRunner:
         Returns:
             `(R, vocab)` float32 logits, a row for each scheduled request with `samples`, in order.
         """
-        for cache in self.caches if output.copies else ():
-            sources, targets = zip(*output.copies, strict=True)
-            self.backend.copy_blocks(cache, list(sources), list(targets))
+        if output.copies:
+            sources, targets = torch.tensor(output.copies).unbind(1)
+            for pages in self.pages:
+                pages[targets] = pages[sources]
         return self.forward(pack_step(output, self.block_size, self.row_multiple))
 
     @torch.inference_mode()
@@ -103,3 +106,4 @@ class ModelRunner:
         """Give the memory of the KV cache back, and that of the weights if nobody else holds the model."""
         self.caches.clear()
         del self.model
+        self.pages.clear()

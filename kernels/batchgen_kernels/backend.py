@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,12 +12,16 @@ import torch
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.spec import AttentionSpec
 
+PAGE_ALIGNMENT = 64
+"""Bytes: a line of the processor's cache, and more than any element."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCache:
     """Keys and values of one layer, in blocks. The first dimension of both tensors is the block id.
 
-    The other dimensions are the backend's own; only that backend reads or writes them.
+    The other dimensions are the backend's own and contiguous; only that backend reads or writes them. From
+    block to block it may be further than that: other layers then lie between.
     """
 
     key: torch.Tensor
@@ -32,7 +37,7 @@ class KVCache:
 class AttentionBackend(Protocol):
     """Causal attention over a paged cache.
 
-    In one step of a layer `copy_blocks` comes first, then `write` with all rows of the step, then `attend`.
+    In one step of a layer `write` comes first, with all rows of the step, then `attend`.
     """
 
     @property
@@ -50,13 +55,15 @@ class AttentionBackend(Protocol):
         """Bytes that one block takes in one layer, keys and values, padding of the layout included."""
         ...
 
-    def allocate(
-        self, spec: AttentionSpec, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> KVCache:
-        """A zeroed cache for one layer.
+    def view(self, spec: AttentionSpec, pages: torch.Tensor, block_size: int, dtype: torch.dtype) -> KVCache:
+        """Take memory as the cache of one layer; nothing is copied or written.
+
+        Args:
+            pages: uint8 [num_blocks, at least `bytes_per_block`], a page for each block, of zeros or of what
+                another layer left. Pages start at multiples of `PAGE_ALIGNMENT` and need not be neighbours.
 
         Raises:
-            ValueError: the block size or dtype does not fit this backend's layout.
+            ValueError: the block size, dtype or page does not fit this backend's layout.
         """
         ...
 
@@ -78,10 +85,6 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def copy_blocks(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copy block src[i] over block dst[i] for every i; all are read before any is written."""
-        ...
-
 
 def check_sinks(spec: AttentionSpec, sinks: torch.Tensor | None) -> None:
     """Refuse a call whose sinks contradict the spec.
@@ -96,10 +99,33 @@ def check_sinks(spec: AttentionSpec, sinks: torch.Tensor | None) -> None:
         raise ValueError(f"attention sinks have shape {tuple(sinks.shape)}; expected ({spec.num_heads},)")
 
 
-def copy_blocks(kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
-    """`AttentionBackend.copy_blocks` for any layout whose first dimension is the block id."""
-    if src:
-        source = torch.tensor(src, dtype=torch.int64, device=kv.key.device)
-        target = torch.tensor(dst, dtype=torch.int64, device=kv.key.device)
-        kv.key.index_copy_(0, target, kv.key.index_select(0, source))
-        kv.value.index_copy_(0, target, kv.value.index_select(0, source))
+def allocate(
+    backend: AttentionBackend,
+    spec: AttentionSpec,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> KVCache:
+    """A zeroed cache for one layer, in memory of its own; raises as `AttentionBackend.view` does."""
+    page = backend.bytes_per_block(spec, block_size, dtype)
+    pages = torch.zeros(num_blocks, page, dtype=torch.uint8, device=device)
+    return backend.view(spec, pages, block_size, dtype)
+
+
+def divide_pages(
+    pages: torch.Tensor, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Views [num_blocks, *shape] of `dtype`, one for each shape, end to end from the start of each page.
+
+    Raises:
+        ValueError: the shapes need more than a page.
+    """
+    views, start = [], 0
+    for shape in shapes:
+        end = start + math.prod(shape) * dtype.itemsize
+        if end > pages.shape[1]:
+            raise ValueError(f"pages of {pages.shape[1]} bytes are too small for a block of this layer")
+        views.append(pages[:, start:end].view(dtype).view(-1, *shape))
+        start = end
+    return views

@@ -1,12 +1,10 @@
 """Attention in plain torch, one sequence at a time: the truth that the other backends are tested against.
 
 Also what runs where no faster backend does. Cache layout: key [num_blocks, block_size, num_kv_heads,
-head_size], value the same with v_head_size.
+head_size], value the same with v_head_size; blocks are a stride apart.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -30,20 +28,18 @@ class ReferenceBackend:
     def bytes_per_block(self, spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> int:
         return block_size * spec.num_kv_heads * (spec.head_size + spec.v_head_size) * dtype.itemsize
 
-    def allocate(
-        self, spec: AttentionSpec, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> KVCache:
-        shape = (num_blocks, block_size, spec.num_kv_heads)
-        key = torch.zeros(*shape, spec.head_size, device=device, dtype=dtype)
-        value = torch.zeros(*shape, spec.v_head_size, device=device, dtype=dtype)
+    def view(self, spec: AttentionSpec, pages: torch.Tensor, block_size: int, dtype: torch.dtype) -> KVCache:
+        shapes = [(block_size, spec.num_kv_heads, size) for size in (spec.head_size, spec.v_head_size)]
+        key, value = common.divide_pages(pages, shapes, dtype)
         return KVCache(key, value, block_size)
 
     def write(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, meta: AttentionMetadata) -> None:
         meta.check(kv.num_blocks)
         rows = (meta.slot_mapping >= 0).nonzero().squeeze(1)
         slots = meta.slot_mapping[rows]
-        kv.key.flatten(0, 1).index_copy_(0, slots, key[rows].to(kv.key.dtype))
-        kv.value.flatten(0, 1).index_copy_(0, slots, value[rows].to(kv.value.dtype))
+        places = slots // kv.block_size, slots % kv.block_size
+        kv.key.index_put_(places, key[rows].to(kv.key.dtype))
+        kv.value.index_put_(places, value[rows].to(kv.value.dtype))
 
     def attend(
         self,
@@ -63,9 +59,6 @@ class ReferenceBackend:
                 keys, values = _gather(kv, meta.block_table[s], seq_len)
                 out[rows] = _attend_sequence(query[rows], keys, values, spec, sinks).to(out.dtype)
         return out
-
-    def copy_blocks(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
-        common.copy_blocks(kv, src, dst)
 
 
 def _gather(kv: KVCache, table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchgen_kernels import AttentionMetadata, AttentionSpec, KVCache
+from batchgen_kernels.backend import allocate
 from batchgen_kernels.cpu import CpuBackend, threads
 from batchgen_kernels.cpu import backend as cpu_backend
 from batchgen_kernels.cpu.cache import cache_directory
@@ -64,7 +65,7 @@ class Cache:
 
     @classmethod
     def make(cls, backend, spec: AttentionSpec, block_size: int, num_blocks: int, seed: int = 0) -> Cache:
-        kv = backend.allocate(spec, num_blocks, block_size, CPU, torch.float32)
+        kv = allocate(backend, spec, num_blocks, block_size, CPU, torch.float32)
         kv.key.fill_(float("nan"))
         kv.value.fill_(float("nan"))
         g = torch.Generator().manual_seed(seed)
@@ -278,14 +279,23 @@ def test_strided_inputs_are_read_in_place() -> None:
     assert torch.equal(cache.backend.attend(turned, cache.kv, meta, BASE), want)
 
 
-def test_copied_blocks_hold_the_same_bits() -> None:
-    backend = CpuBackend()
-    h = History.make(BASE, 30, 7)
-    cache = Cache.make(backend, BASE, 16, 5)
-    cache.step([(h, [1, 2], 0, 29)])
-    backend.copy_blocks(cache.kv, [1, 2], [2, 3])
-    got = cache.step([(h, [2, 3], 29, 30)])[0]
-    assert torch.equal(got, whole(backend, BASE, h)[29:])
+@pytest.mark.parametrize("backend", [CpuBackend(), ReferenceBackend()], ids=lambda b: b.name)
+def test_layers_side_by_side_in_one_memory_leave_each_other_alone(backend) -> None:
+    """Blocks of a layer are a stride apart, and what lies between is another layer's."""
+    narrow = replace(BASE, head_size=16, v_head_size=48)
+    sizes = [backend.bytes_per_block(spec, 16, torch.float32) for spec in (BASE, narrow)]
+    memory = torch.zeros(5, sum(sizes) + 64, dtype=torch.uint8)
+    pages = memory[:, : sizes[0]], memory[:, sizes[0] : sum(sizes)]
+    for spec, own, other, seed in ((BASE, *pages, 7), (narrow, *pages[::-1], 8)):
+        h, untouched = History.make(spec, 40, seed), other.clone()
+        kv = backend.view(spec, own, 16, torch.float32)
+        cache = Cache(backend, spec, 16, kv, [])
+        got = cache.step([(h, [4, 1, 2], 0, 40)])[0]
+        assert torch.equal(got, whole(backend, spec, h))
+        assert torch.equal(other, untouched)
+        assert own[[4, 1, 2]].any()
+    assert not memory[:, sum(sizes) :].any()
+    assert not memory[[0, 3]].any()
 
 
 def test_writes_of_a_step_are_seen_by_all_its_rows() -> None:
@@ -335,9 +345,11 @@ def test_what_would_leave_the_cache_is_refused(backend) -> None:
 def test_layout_and_dtype_are_refused_with_the_reason() -> None:
     backend = CpuBackend()
     with pytest.raises(ValueError, match="multiples of 16, not 8"):
-        backend.allocate(BASE, 2, 8, CPU, torch.float32)
+        allocate(backend, BASE, 2, 8, CPU, torch.float32)
     with pytest.raises(ValueError, match=r"float32, not in torch\.bfloat16"):
-        backend.allocate(BASE, 2, 16, CPU, torch.bfloat16)
+        allocate(backend, BASE, 2, 16, CPU, torch.bfloat16)
+    with pytest.raises(ValueError, match="pages of 64 bytes are too small"):
+        backend.view(BASE, torch.zeros(2, 64, dtype=torch.uint8), 16, torch.float32)
     cache = Cache.make(backend, BASE, 16, 3)
     meta = AttentionMetadata.build([2], [2], [[1]], 16)
     with pytest.raises(ValueError, match=r"takes a float32 query of shape \(2, 6, 32\)"):
@@ -349,7 +361,7 @@ def test_layout_and_dtype_are_refused_with_the_reason() -> None:
 @pytest.mark.parametrize("backend", [CpuBackend(), ReferenceBackend()], ids=lambda b: b.name)
 def test_bytes_per_block_is_what_is_allocated(backend) -> None:
     spec = replace(BASE, v_head_size=20)
-    kv = backend.allocate(spec, 3, 32, CPU, torch.float32)
+    kv = allocate(backend, spec, 3, 32, CPU, torch.float32)
     assert kv.key.nbytes + kv.value.nbytes == 3 * backend.bytes_per_block(spec, 32, torch.float32)
     assert not kv.key.any()
     assert not kv.value.any()

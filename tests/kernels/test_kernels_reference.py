@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from batchgen_kernels import AttentionMetadata, AttentionSpec
+from batchgen_kernels.backend import allocate
 from batchgen_kernels.reference import ReferenceBackend
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def test_reference_equals_dense(window: int | None, softcap: float | None, with_
     )
     sinks = torch.randn(6) if with_sinks else None
     backend = ReferenceBackend()
-    kv = backend.allocate(spec, 20, 4, CPU, torch.float32)
+    kv = allocate(backend, spec, 20, 4, CPU, torch.float32)
     histories = [(torch.randn(n, 2, 24), torch.randn(n, 2, 10)) for n in (1, 17, 30)]
     tables = [[3], [9, 1, 8, 2, 12], [4, 5, 6, 7, 10, 11, 13, 19]]
     seq_lens = [1, 17, 30]

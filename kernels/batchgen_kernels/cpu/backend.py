@@ -7,7 +7,6 @@ number of threads: each row sums over its keys by position from 0, in tiles that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -70,10 +69,8 @@ class CpuBackend:
         width = _padded(spec.v_head_size)
         return block_size * spec.num_kv_heads * (spec.head_size + width) * dtype.itemsize
 
-    def allocate(
-        self, spec: AttentionSpec, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> KVCache:
-        refusal = self.supports(spec, torch.device(device), dtype)
+    def view(self, spec: AttentionSpec, pages: torch.Tensor, block_size: int, dtype: torch.dtype) -> KVCache:
+        refusal = self.supports(spec, pages.device, dtype)
         if refusal is None and (block_size < LANES or block_size % LANES):
             refusal = (
                 f"the cpu attention backend takes block sizes that are multiples of {LANES}, not {block_size}"
@@ -81,8 +78,8 @@ class CpuBackend:
         if refusal is not None:
             raise ValueError(refusal)
         heads, width = spec.num_kv_heads, _padded(spec.v_head_size)
-        key = torch.zeros(num_blocks, heads, spec.head_size, block_size, dtype=dtype)
-        value = torch.zeros(num_blocks, heads, block_size, width, dtype=dtype)
+        shapes = (heads, spec.head_size, block_size), (heads, block_size, width)
+        key, value = common.divide_pages(pages, shapes, dtype)
         return KVCache(key, value, block_size)
 
     def write(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, meta: AttentionMetadata) -> None:
@@ -111,6 +108,8 @@ class CpuBackend:
             value_head_stride=value.stride(1),
             key=kv.key.data_ptr(),
             value=kv.value.data_ptr(),
+            key_block_stride=kv.key.stride(0),
+            value_block_stride=kv.value.stride(0),
         )
         _run(kernel.WRITE, argument, torch.get_num_threads() if key.numel() > _SERIAL_FLOATS else 1)
 
@@ -136,14 +135,12 @@ class CpuBackend:
         argument.query = query.data_ptr()
         argument.query_token_stride, argument.query_head_stride, _ = query.stride()
         argument.key, argument.value = kv.key.data_ptr(), kv.value.data_ptr()
+        argument.key_block_stride, argument.value_block_stride = kv.key.stride(0), kv.value.stride(0)
         argument.sinks = 0 if sinks is None else sinks.data_ptr()
         argument.out = out.data_ptr()
         argument.scratch = self._scratch.ctypes.data
         _run(kernel.ATTEND, argument, threads if layer.plan.cost > _SERIAL_COST else 1)
         return out
-
-    def copy_blocks(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
-        common.copy_blocks(kv, src, dst)
 
     def _step(self, kv: KVCache, meta: AttentionMetadata) -> _Step:
         step = self._steps.get(meta)

@@ -19,7 +19,7 @@ key   [block][kv head][D][position]     value [block][kv head][position][W]
 ```
 
 Both products are sums of rows scaled by a number, so no lane ever meets another, and both halves of a
-block are contiguous memory.
+block are contiguous memory. Blocks are a stride apart, which leaves room for other layers between them.
 """
 
 # mypy: disable-error-code="attr-defined,call-arg,call-overload,var-annotated"
@@ -80,6 +80,8 @@ class Attend(enum.IntEnum):
     OUT = 23
     SCRATCH = 24
     SCRATCH_STRIDE = 25
+    KEY_BLOCK_STRIDE = 26
+    VALUE_BLOCK_STRIDE = 27
 
 
 class Write(enum.IntEnum):
@@ -104,6 +106,8 @@ class Write(enum.IntEnum):
     VALUE_HEAD_STRIDE = 16
     KEY = 17
     VALUE = 18
+    KEY_BLOCK_STRIDE = 19
+    VALUE_BLOCK_STRIDE = 20
 
 
 class AttendArgument(ctypes.Structure):
@@ -177,10 +181,10 @@ def _locate(a: Any, head: Any, unit: Any, tile: Any, keys: Any, values: Any) -> 
     first, last = _low(position, window, tile), _high(position + tokens - 1, tile) - 1
     for vector in range(first // LANES, last // LANES + 1):
         at = tile * TILE + vector * LANES
-        block = table[at // size] * a[Attend.NUM_KV_HEADS] + head
-        offset = at % size
-        keys[vector] = a[Attend.KEY] + 4 * (block * a[Attend.HEAD_SIZE] * size + offset)
-        values[vector] = a[Attend.VALUE] + 4 * (block * size + offset) * width
+        block, offset = table[at // size], at % size
+        key = block * a[Attend.KEY_BLOCK_STRIDE] + head * a[Attend.HEAD_SIZE] * size + offset
+        value = block * a[Attend.VALUE_BLOCK_STRIDE] + (head * size + offset) * width
+        keys[vector], values[vector] = a[Attend.KEY] + 4 * key, a[Attend.VALUE] + 4 * value
 
 
 @njit(error_model="numpy")
@@ -361,17 +365,18 @@ def _write_row(a: Any, row: Any, slot: Any) -> None:
     head_size, v_head_size, width = a[Write.HEAD_SIZE], a[Write.V_HEAD_SIZE], a[Write.V_WIDTH]
     block, offset = slot // size, slot % size
     for head in range(heads):
-        place = block * heads + head
         key_in = a[Write.KEY_IN] + 4 * (row * a[Write.KEY_TOKEN_STRIDE] + head * a[Write.KEY_HEAD_STRIDE])
         source = _floats(key_in, head_size)
-        target = _floats(a[Write.KEY] + 4 * place * head_size * size, head_size * size)
+        at = block * a[Write.KEY_BLOCK_STRIDE] + head * head_size * size
+        target = _floats(a[Write.KEY] + 4 * at, head_size * size)
         for d in range(head_size):
             target[d * size + offset] = source[d]
         value_in = a[Write.VALUE_IN] + 4 * (
             row * a[Write.VALUE_TOKEN_STRIDE] + head * a[Write.VALUE_HEAD_STRIDE]
         )
         source = _floats(value_in, v_head_size)
-        target = _floats(a[Write.VALUE] + 4 * (place * size + offset) * width, v_head_size)
+        at = block * a[Write.VALUE_BLOCK_STRIDE] + (head * size + offset) * width
+        target = _floats(a[Write.VALUE] + 4 * at, v_head_size)
         for d in range(v_head_size):
             target[d] = source[d]
 
