@@ -10,7 +10,7 @@ KILLS ?= 40
 ROWS ?= 4000
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity invariance properties fuzz storm storm-fake memory job-side bench audit clean
+.PHONY: help venv demo test ci lint unit parity families invariance properties fuzz storm storm-fake memory job-side bench audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,10 @@ ci: test ## the longer suites too, under 60 minutes
 
 parity: $(MODEL) $(HUMANEVAL) ## greedy output against transformers on 64 real prompts
 	BATCHGEN_PARITY_PROMPTS=64 $(BIN)/python -m pytest tests/parity/test_real_parity.py --timeout 3600
+
+families: $(VENV)/.installed ## parity of every model family with transformers, as a table, and all its tests
+	$(BIN)/python tests/models/parity.py
+	BATCHGEN_FAMILIES=all $(BIN)/python -m pytest tests/models/test_families.py --timeout 3600
 
 invariance: $(MODEL) $(HUMANEVAL) ## bits of the real model under 200 random schedules
 	BATCHGEN_SCHEDULES=200 $(BIN)/python -m pytest tests/parity/test_real_invariance.py -s --timeout 7200

@@ -125,8 +125,6 @@ def refuse_unsupported(model: PreTrainedModel, max_model_len: int) -> None:
     odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if odd:
         raise _refusal(f"it has layers of type {', '.join(sorted(odd))}")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise _refusal(f"{type(model).__name__} does not dispatch through transformers' attention interface")
     _refuse_rope(config, max_model_len)
 
 
@@ -135,8 +133,10 @@ def _refuse_rope(config: PretrainedConfig, max_model_len: int) -> None:
     by_layer_type = [v for v in rope.values() if isinstance(v, dict)]
     for parameters in by_layer_type or [rope]:
         kind = parameters.get("rope_type", "default")
+        if kind not in ("dynamic", "longrope"):
+            continue
         original = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
-        if kind in ("dynamic", "longrope") and max_model_len > original:
+        if max_model_len > original:
             raise _refusal(
                 f"its {kind} rope changes with the longest sequence of a batch beyond {original} tokens; "
                 f"set model.max_model_len to {original} or less"
@@ -162,6 +162,8 @@ def probe_model(model: PreTrainedModel, max_model_len: int) -> list[LayerAttenti
     except Exception as error:
         raise _refusal(f"a forward pass of {PROBE_TOKENS} tokens failed: {error}") from error
     layers = config.num_hidden_layers
+    if not recorder.calls:
+        raise _refusal(f"{type(model).__name__} does not dispatch through transformers' attention interface")
     if sorted(recorder.layers) != list(range(layers)) or recorder.calls != layers:
         raise _refusal(
             f"{len(recorder.layers)} of its {layers} layers call attention, in {recorder.calls} calls"
