@@ -257,7 +257,8 @@ class Output:
     `samples` holds as many answers as were asked for, and none where there is an error; `text`, `token_ids`,
     `finish_reason` and `stop_reason` are those of the first. `completion_tokens` counts every token sampled
     for any of them, the end-of-sequence and stop tokens included.
-    `queue_seconds` passed from the request's arrival to its first step, `run_seconds` from there to its end;
+    `queue_seconds` passed from the request's arrival to its first step, `prefill_seconds` from there to its
+    first token in this process, `decode_seconds` from there to its end;
     `control_tokens` is how many its own text spelled. `answers` holds the text of each turn of a dialogue, of
     which `text` is the last.
     """
@@ -270,7 +271,8 @@ class Output:
     cached_tokens: int = 0
     preemptions: int = 0
     queue_seconds: float = 0.0
-    run_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
     control_tokens: int = 0
     answers: tuple[str, ...] = ()
     error: RowError | None = None

@@ -268,7 +268,7 @@ class FakeCore:
             # Something that depends on scheduling, and so must not reach the results.
             cached_tokens=self.counters.sampled % 7,
             queue_seconds=live.started - live.added,
-            run_seconds=time.monotonic() - live.started,
+            decode_seconds=time.monotonic() - live.started,
             control_tokens=request.control_tokens,
         )
 

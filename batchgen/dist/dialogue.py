@@ -16,7 +16,7 @@ from batchgen.text.prompt import PreparedRow
 from batchgen.types import Output, Request, RowError, SamplingParams
 
 _SUMS = ("prompt_tokens", "completion_tokens", "truncated_tokens", "cached_tokens", "preemptions")
-_TIMES = ("queue_seconds", "run_seconds")
+_TIMES = ("queue_seconds", "prefill_seconds", "decode_seconds")
 
 
 @dataclass(slots=True, eq=False)

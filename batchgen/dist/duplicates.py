@@ -50,7 +50,8 @@ class _Answer:
             cached_tokens=self.output.prompt_tokens,
             preemptions=0,
             queue_seconds=0.0,
-            run_seconds=0.0,
+            prefill_seconds=0.0,
+            decode_seconds=0.0,
             control_tokens=request.control_tokens,
             truncated_tokens=request.truncated_tokens,
         )

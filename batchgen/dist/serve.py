@@ -304,7 +304,8 @@ def _stats(output: Output) -> dict[str, Any]:
         "cached_tokens": output.cached_tokens,
         "preemptions": output.preemptions,
         "queue_ms": round(1000 * output.queue_seconds),
-        "run_ms": round(1000 * output.run_seconds),
+        "prefill_ms": round(1000 * output.prefill_seconds),
+        "decode_ms": round(1000 * output.decode_seconds),
         "control_tokens": output.control_tokens,
     }
 

@@ -16,6 +16,7 @@ import torch
 
 from batchgen.core.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
 from batchgen.engine.isolation import Isolation, StepFailed, error_of_row, is_of_a_row, out_of_memory
+from batchgen.engine.phases import Phases
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.step_budget import StepBudget
 from batchgen.sampling.sampler import SamplingRow, finite_rows, sample
@@ -38,16 +39,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Live:
-    """A request in flight with its stop conditions and what was already reported of its output.
-
-    `added` and `started` are times of the monotonic clock: its arrival, and its first step.
-    """
+    """A request in flight with its stop conditions and what was already reported of its output."""
 
     request: Request
     checker: StopChecker
     reported: int
-    added: float
-    started: float | None = None
+    phases: Phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +139,7 @@ class EngineCore:
         except RowFailure as failure:
             return self._refused(request, failure.error)
         reported = len(request.output_token_ids)
-        self._live[request.request_id] = _Live(request, checker, reported, time.monotonic())
+        self._live[request.request_id] = _Live(request, checker, reported, Phases(time.monotonic()))
         return None
 
     def step(self) -> list[Output]:
@@ -183,8 +180,8 @@ class EngineCore:
     def _note_started(self, planned: SchedulerOutput, now: float) -> None:
         for scheduled in planned.scheduled:
             live = self._live.get(scheduled.request.request_id)
-            if live is not None and live.started is None:
-                live.started = now
+            if live is not None:
+                live.phases.step_began(now)
 
     def _execute(self) -> tuple[SchedulerOutput, _Sampled]:
         """Schedule, compute and sample one step; in smaller pieces where memory does not suffice."""
@@ -256,10 +253,12 @@ class EngineCore:
         outputs = [self._nonfinite(request) for request in sampled.nonfinite]
         tokens = {r.request_id: t for r, t in zip(sampled.requests, sampled.tokens, strict=True)}
         self.scheduler.update(planned, tokens)
+        now = time.monotonic()
         for request in sampled.requests:
             # Whoever shared blocks with a poisoned request was preempted, its token dropped.
             if request.state is RequestState.RUNNING:
                 self.counters.sampled += 1
+                self._live[request.request_id].phases.has_token(now)
                 outputs += self._stopped(request)
         return outputs
 
@@ -290,9 +289,8 @@ class EngineCore:
         if finished is not None:
             self.scheduler.finish(request.request_id)
             live = self._live.pop(request.request_id)
-            output, now = self._output(request, finished), time.monotonic()
-            started = now if live.started is None else live.started
-            output.queue_seconds, output.run_seconds = started - live.added, now - started
+            output = self._output(request, finished)
+            live.phases.describe(output, time.monotonic())
             yield output
 
     def _nonfinite(self, request: Request) -> Output:

@@ -45,7 +45,8 @@ class RowStats:
         row, worker: which row ran where.
         cached_tokens: of its prompt, from the prefix cache.
         preemptions: times it lost its blocks.
-        queue_ms, run_ms: from its arrival in the engine to its first step, and from there to its end.
+        queue_ms, prefill_ms, decode_ms: from its arrival in the engine to its first step, from there to its
+            first token, and from there to its end.
         control_tokens: that its own text spelled.
     """
 
@@ -54,7 +55,8 @@ class RowStats:
     cached_tokens: list[int] = field(default_factory=list)
     preemptions: list[int] = field(default_factory=list)
     queue_ms: list[int] = field(default_factory=list)
-    run_ms: list[int] = field(default_factory=list)
+    prefill_ms: list[int] = field(default_factory=list)
+    decode_ms: list[int] = field(default_factory=list)
     control_tokens: list[int] = field(default_factory=list)
 
     def add(self, row: int, worker: int, stats: Mapping[str, Any]) -> None:
@@ -64,7 +66,8 @@ class RowStats:
         self.cached_tokens.append(stats.get("cached_tokens", 0))
         self.preemptions.append(stats.get("preemptions", 0))
         self.queue_ms.append(stats.get("queue_ms", 0))
-        self.run_ms.append(stats.get("run_ms", 0))
+        self.prefill_ms.append(stats.get("prefill_ms", 0))
+        self.decode_ms.append(stats.get("decode_ms", 0))
         self.control_tokens.append(stats.get("control_tokens", 0))
 
     def columns(self) -> dict[str, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -211,3 +212,14 @@ def test_a_token_that_the_model_does_not_know_is_an_error_of_its_row(folder: Pat
     assert outputs[1].error is not None
     assert outputs[1].error.error_class is ErrorClass.INVALID_PARAM
     assert "token id 300" in outputs[1].error.message
+
+
+def test_the_time_of_a_request_is_told_by_phase(folder: Path) -> None:
+    engine = make_engine(folder, max_num_seqs=2, max_num_batched_tokens=4)
+    begun = time.monotonic()
+    outputs = run(engine, prompts(), SamplingParams(max_tokens=5, ignore_eos=True))
+    took = time.monotonic() - begun
+    assert all(out.prefill_seconds > 0 and out.decode_seconds > 0 for out in outputs)
+    assert outputs[-1].queue_seconds > outputs[0].queue_seconds >= 0
+    for out in outputs:
+        assert out.queue_seconds + out.prefill_seconds + out.decode_seconds <= took

@@ -72,7 +72,7 @@ def test_a_run_leaves_a_report_of_a_complete_job(tmp_path: Path) -> None:
     assert report["finish_reasons"]
     assert report["lengths"]["output_tokens"]["count"] == 57
     assert report["lengths"]["output_tokens"]["max"] <= 20
-    assert report["times"]["run_seconds"]["count"] == 57
+    assert report["times"]["decode_seconds"]["count"] == 57
     assert len(report["slowest_rows"]) == SLOWEST
     assert all(slow["id"].startswith("in.jsonl:") for slow in report["slowest_rows"])
     (error,) = report["errors"]

@@ -80,8 +80,9 @@ def collect_report(root: Path, still_time: Callable[[], None] = lambda: None) ->
             "output_tokens": _distribution(summary.output_tokens),
         },
         "times": {
-            "run_seconds": _distribution(log.run_seconds),
             "queue_seconds": _distribution(log.queue_seconds),
+            "prefill_seconds": _distribution(log.prefill_seconds),
+            "decode_seconds": _distribution(log.decode_seconds),
         },
         "slowest_rows": [{name: getattr(slow, name) for name in slow.__slots__} for slow in log.slowest],
         "errors": _errors(summary),

@@ -30,8 +30,10 @@ _FIGURES = (
     ("preemptions", ("work", "preemptions"), ""),
     ("mean prompt tokens", ("lengths", "prompt_tokens", "mean"), ""),
     ("mean output tokens", ("lengths", "output_tokens", "mean"), ""),
-    ("median time of a row", ("times", "run_seconds", "p50"), "seconds"),
-    ("99 % time of a row", ("times", "run_seconds", "p99"), "seconds"),
+    ("median prefill of a row", ("times", "prefill_seconds", "p50"), "seconds"),
+    ("99 % prefill of a row", ("times", "prefill_seconds", "p99"), "seconds"),
+    ("median decoding of a row", ("times", "decode_seconds", "p50"), "seconds"),
+    ("99 % decoding of a row", ("times", "decode_seconds", "p99"), "seconds"),
     ("output tokens computed again", ("tokens_lost",), ""),
     ("cost", ("cost", "total"), ""),
 )

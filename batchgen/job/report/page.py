@@ -185,9 +185,8 @@ def _row_plots(report: Mapping[str, Any]) -> list[Markup]:
     return [
         plot("Length of prompts", lengths["prompt_tokens"], "tokens"),
         plot("Length of outputs", lengths["output_tokens"], "tokens"),
-        plot(
-            "Time of a row in the engine", times["run_seconds"], "from its first step to its last", duration
-        ),
+        plot("Time of a row's prefill", times["prefill_seconds"], "first step to first token", duration),
+        plot("Time of a row's decoding", times["decode_seconds"], "first token to last", duration),
     ]
 
 
@@ -196,8 +195,9 @@ def _distributions(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, An
     return [
         ("prompt tokens", lengths["prompt_tokens"], _count),
         ("output tokens", lengths["output_tokens"], _count),
-        ("time running", times["run_seconds"], duration),
         ("time waiting", times["queue_seconds"], duration),
+        ("time in prefill", times["prefill_seconds"], duration),
+        ("time decoding", times["decode_seconds"], duration),
     ]
 
 

@@ -24,6 +24,7 @@ from batchgen.job.selection import Selection
 from batchgen.types import StorageError
 
 SLOWEST = 10
+_PHASES = ("queue_ms", "prefill_ms", "decode_ms")
 _NEEDED = ("row", "id", "status", "finish_reason", "error", "usage")
 
 
@@ -32,12 +33,18 @@ class SlowRow:
     """One of the rows that took longest; id and lengths where its part is committed."""
 
     row: int
-    run_seconds: float
     queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
     worker: int
     id: str | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+
+    @property
+    def run_seconds(self) -> float:
+        """From its first step to its last."""
+        return self.prefill_seconds + self.decode_seconds
 
 
 @dataclass(slots=True)
@@ -45,14 +52,15 @@ class RowLog:
     """What the row logs of all attempts say.
 
     Args:
-        run_seconds, queue_seconds: of rows that ran.
-        slowest: longest first.
+        queue_seconds, prefill_seconds, decode_seconds: of rows that ran.
+        slowest: longest in prefill and decode together first.
         control_rows, control_tokens: rows whose own text spells control tokens, and how many.
         notes: what the reader repaired: note to its rows' number and the first row.
     """
 
-    run_seconds: Histogram = field(default_factory=Histogram)
     queue_seconds: Histogram = field(default_factory=Histogram)
+    prefill_seconds: Histogram = field(default_factory=Histogram)
+    decode_seconds: Histogram = field(default_factory=Histogram)
     slowest: list[SlowRow] = field(default_factory=list)
     control_rows: int = 0
     control_tokens: int = 0
@@ -68,7 +76,7 @@ def read_row_log(folder: JobFolder, damaged: list[str], still_time: Callable[[],
         still_time: called now and then; may raise.
     """
     log = RowLog()
-    slowest: list[tuple[float, int, float, int]] = []
+    slowest: list[SlowRow] = []
     notes: dict[int, Mapping[str, list[int]]] = {}
     for record in read_rows(folder, damaged):
         still_time()
@@ -76,17 +84,18 @@ def read_row_log(folder: JobFolder, damaged: list[str], still_time: Callable[[],
             # A part that is read again is counted once.
             notes[record["part"]] = record["notes"]
             continue
-        run = np.array(record["run_ms"], dtype=np.float64) / 1000
-        queue = np.array(record["queue_ms"], dtype=np.float64) / 1000
+        queue, prefill, decode = (np.array(record[name], dtype=np.float64) / 1000 for name in _PHASES)
         control = np.array(record["control_tokens"], dtype=np.int64)
-        log.run_seconds.add(run)
         log.queue_seconds.add(queue)
+        log.prefill_seconds.add(prefill)
+        log.decode_seconds.add(decode)
         log.control_rows += int((control > 0).sum())
         log.control_tokens += int(control.sum())
-        top = np.argsort(run)[-SLOWEST:]
-        slowest += [(float(run[i]), record["row"][i], float(queue[i]), record["worker"][i]) for i in top]
-        slowest = heapq.nlargest(SLOWEST, slowest)
-    log.slowest = [SlowRow(row, run, queue, worker) for run, row, queue, worker in slowest if run > 0]
+        for i in np.argsort(prefill + decode)[-SLOWEST:]:
+            phases = (float(queue[i]), float(prefill[i]), float(decode[i]))
+            slowest.append(SlowRow(record["row"][i], *phases, record["worker"][i]))
+        slowest = heapq.nlargest(SLOWEST, slowest, key=lambda slow: (slow.run_seconds, -slow.row))
+    log.slowest = [slow for slow in slowest if slow.run_seconds > 0]
     for by_note in notes.values():
         for note, (count, first) in by_note.items():
             known = log.notes.get(note, (0, first))
