@@ -476,7 +476,7 @@ def _scan(inputs: InputSet, selection: Selection, most: int, *, with_ids: bool) 
             scan.bad += 1
             scan.first_bad = scan.first_bad or _placed(row, row.error.message)
         elif with_ids and row.id in seen:
-            scan.twice.append(f"id {row.id!r} at {seen[row.id]} and {_where(row)}")
+            scan.twice.append(f"id {row.id!r} is at {seen[row.id]} and at {_where(row)}")
         elif with_ids:
             seen[row.id] = _where(row)
         if scan.selected == selection.limit:

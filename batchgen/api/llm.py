@@ -198,7 +198,9 @@ def _check_many(prompts: Any, *, chat: bool) -> None:
     """Refuse what looks like one prompt: a text would be answered letter by letter."""
     what = "conversation" if chat else "prompt"
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        raise UsageError(f"{what}s: {type(prompts).__name__} is not a list of {what}s; give a list")
+        raise UsageError(
+            f"{what}s: {type(prompts).__name__} cannot be a list of {what}s; put {what}s into a list"
+        )
     first = prompts[0] if isinstance(prompts, list | tuple) and prompts else None
     if isinstance(first, Mapping if chat else int):
         raise UsageError(f"{what}s: this is one {what}; put it into a list of {what}s")

@@ -67,12 +67,9 @@ def new_workplace() -> Iterator[Path]:
 
 def map_folder(call: Mapping[str, Any], spool: Spool) -> Path:
     """Where the job of a call over these rows is kept: calls with equal results find it again."""
-    try:
-        text = json.dumps({key: call[key] for key in call.keys() - {"run", "engine"}}, sort_keys=True)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"map: an argument holds what no job file can hold ({error}); use text, numbers, lists and dicts"
-        ) from error
+    # Keys become strings first, as in the job, so that they can be sorted.
+    values = json.loads(json.dumps({key: call[key] for key in call.keys() - {"run", "engine"}}))
+    text = json.dumps(values, sort_keys=True)
     key = blake2b(f"{text}\n{spool.digest}".encode(), digest_size=_DIGEST_BYTES).hexdigest()
     return cache_dir() / "map" / key
 
@@ -115,5 +112,6 @@ def stream_line(number: int, row: Mapping[str, Any], columns: list[str]) -> str:
         return json.dumps({ID: number, **values}) + "\n"
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"map: row {number} of the stream cannot go into a prompt ({error}); convert it with its `map`"
+            f"map: row {number} of the stream cannot go into a prompt ({error}); convert it with the "
+            "stream's `map`"
         ) from error

@@ -20,7 +20,7 @@ from batchgen.data.byte_stream import TruncatedStream, open_stream
 from batchgen.data.csv_fields import Field, FieldSplitter, MalformedRecord, split_line
 from batchgen.data.exact_json import REPLACEMENT, Decoded
 from batchgen.data.input_file import InputFile
-from batchgen.data.line_reader import Line, LineReader
+from batchgen.data.line_reader import Line, LineReader, too_long
 from batchgen.data.row import digest
 from batchgen.data.text_reader import BOM, Record
 from batchgen.types import ErrorClass, InputError, RowFailure, UsageError
@@ -113,9 +113,7 @@ class CsvRecords:
         number = self.line + 1
         try:
             if first.data is None:
-                raise MalformedRecord(
-                    f"the line has {first.length} bytes, more than the limit of {self._max_bytes}"
-                )
+                raise MalformedRecord(too_long("line", first.length, self._max_bytes))
             if b'"' in first.data:
                 fields, count = self._quoted_record(first.data)
             else:
@@ -141,7 +139,7 @@ class CsvRecords:
             if line.data is None or length > self._max_bytes:
                 raise MalformedRecord(
                     "the quote that opens in this line is not closed within the limit of "
-                    f"{self._max_bytes} bytes"
+                    f"{self._max_bytes:,} bytes"
                 )
             splitter.add(line.data)
             count += 1

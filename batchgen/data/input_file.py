@@ -70,7 +70,7 @@ def find_files(
     """The ordered list of input files: as given, each pattern sorted by name.
 
     Args:
-        paths, format: as `open_input` takes them.
+        paths, format: as `open_input` takes them; at least one path.
         ignore: local files that patterns pass over, and that may not be named.
 
     Raises:
@@ -82,8 +82,6 @@ def find_files(
         raise ValueError(f"{format!r} is not a format; there are {', '.join(FORMATS)}")
     given = [paths] if isinstance(paths, str) else list(paths)
     found = [file for item in given for file in _resolve(item, ignore)]
-    if not found:
-        raise UsageError("input.path: the list is empty; name at least one file")
     _refuse_twice(found)
     numbered = [replace(file, index=index) for index, file in enumerate(found)]
     files = tuple(_sniffed(numbered, format))
@@ -142,8 +140,6 @@ def _local(path: str) -> InputFile:
         info = os.stat(path)
     except OSError as e:
         raise InputError(f"input.path: {path} cannot be read: {e.strerror}; check the path") from e
-    except ValueError as e:
-        raise UsageError(f"input.path: {path!r} is no file name ({e}); check the path") from e
     if not stat.S_ISREG(info.st_mode):
         raise UsageError(
             f"input.path: {path} is not a regular file and could not be read again on resume; "

@@ -10,7 +10,7 @@ import re
 from enum import Enum, auto
 
 from batchgen.data.byte_stream import ByteStream, TruncatedStream
-from batchgen.data.line_reader import Pieces
+from batchgen.data.line_reader import Pieces, too_long
 from batchgen.data.row import digest
 from batchgen.data.text_reader import BOM, Record
 from batchgen.types import ErrorClass, InputError, RowFailure
@@ -84,9 +84,7 @@ class JsonArrayRecords:
 
     def _record(self, pieces: Pieces, line: int, notes: tuple[str, ...]) -> Record:
         if pieces.too_long is not None:
-            failure = _failure(
-                f"the record has {pieces.length} bytes, more than the limit of {self._max_bytes}"
-            )
+            failure = _failure(too_long("record", pieces.length, self._max_bytes))
             return Record(None, pieces.length, pieces.too_long.digest(), line, notes, failure)
         data = b"".join(pieces.kept).rstrip(WHITE)
         if not data:

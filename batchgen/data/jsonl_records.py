@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchgen.data.line_reader import BLANK, LineReader
+from batchgen.data.line_reader import BLANK, LineReader, too_long
 from batchgen.data.text_reader import BOM, Record
 from batchgen.types import ErrorClass, RowFailure
 
@@ -34,7 +34,7 @@ class JsonlRecords:
             if line.blank:
                 continue
             if line.data is None:
-                failure = _too_long(line.length, self._max_bytes)
+                failure = RowFailure(ErrorClass.INVALID_JSON, too_long("line", line.length, self._max_bytes))
                 return Record(None, line.length, line.digest, self.line, failure=failure)
             data = line.data.removesuffix(b"\r")
             if self.line > 1 or not data.startswith(BOM):
@@ -43,7 +43,3 @@ class JsonlRecords:
             if data.strip(BLANK):
                 return Record(data, line.length, line.digest, self.line, ("bom_stripped",))
         return None
-
-
-def _too_long(length: int, limit: int) -> RowFailure:
-    return RowFailure(ErrorClass.INVALID_JSON, f"the line has {length} bytes, more than the limit of {limit}")

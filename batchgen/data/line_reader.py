@@ -31,6 +31,11 @@ class Line:
     end: int
 
 
+def too_long(what: str, length: int, limit: int) -> str:
+    """A sentence about a line or record that is longer than the limit, both in bytes."""
+    return f"the {what} has {length:,} bytes, more than the limit of {limit:,}; shorten or split it"
+
+
 class LineReader:
     """Splits on `\\n` only; the last line may lack it.
 

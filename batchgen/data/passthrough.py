@@ -235,8 +235,9 @@ def _pinned_arrow(data: Mapping[str, Any], schema: pa.Schema | None) -> ArrowPas
     for name in names:
         if found.get(name) != types[name]:
             raise DriftError(
-                f"input column {name!r} was {types[name]} when the job began and is now "
-                f"{found.get(name, 'missing')}; restore the input or start a new output folder"
+                f"input.path: column {name!r} was {types[name]} when the job began and is now "
+                f"{found.get(name, 'missing')}; restore the input, choose another output.path, or start over "
+                "with --overwrite"
             )
     return arrow_passthrough(schema or pa.schema([]), names)
 

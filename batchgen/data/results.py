@@ -35,7 +35,6 @@ __all__ = ["DEFAULT_INCLUDE", "INCLUDABLE", "BatchLabels", "OutputPlan", "RowRes
 
 INCLUDABLE = ("usage", "finish_reason", *INCLUDED)
 DEFAULT_INCLUDE = ("usage", "finish_reason")
-_LATER = ("logprobs",)
 _FORMATS = ("parquet", "jsonl", "openai_batch")
 
 
@@ -130,13 +129,13 @@ def plan_output(
         inputs: the input.
         format: `output.format`: parquet, jsonl or openai_batch.
         columns: `input.columns`: the columns that go through; None for all.
-        renames: `output.columns`: our name to another.
-        include: `output.include`; without `finish_reason` there is no `stop_reason` either.
+        renames: `output.columns`: our names to others, all distinct.
+        include: `output.include`, of `INCLUDABLE`; without `finish_reason` there is no `stop_reason` either.
         batch: for openai_batch; None where nothing will be written.
         dialogues: whether rows have several answers (`sampling.turns`).
 
     Raises:
-        UsageError: an unknown name, something not supported, or an input column named like one of ours.
+        UsageError: a column that the input or the format lacks, or an input column named like one of ours.
         InputError: the input cannot be read.
     """
     if format not in _FORMATS:
@@ -172,26 +171,16 @@ def _plan_batch(
 
 
 def _our_names(renames: Mapping[str, str], include: Sequence[str]) -> dict[str, str]:
-    ours = [*BEFORE, *AFTER]
-    for key in include:
-        if key not in INCLUDABLE:
-            later = "is not supported yet" if key in _LATER else "is not known"
-            raise UsageError(f"output.include: {key!r} {later}; use any of {', '.join(INCLUDABLE)}")
     left_out = {key for key in INCLUDABLE if key not in include}
     if "finish_reason" in left_out:
         left_out.add("stop_reason")
-    names = {key: renames.get(key, key) for key in ours if key not in left_out}
+    names = {key: renames.get(key, key) for key in (*BEFORE, *AFTER) if key not in left_out}
     for key in renames:
-        if key not in ours:
-            raise UsageError(f"output.columns: {key!r} is not a column of ours{_nearest(key, ours)}")
         if key not in names:
             column = "finish_reason" if key == "stop_reason" else key
             raise UsageError(
                 f"output.columns: {key!r} is not written; add {column} to output.include, or leave it alone"
             )
-    for key, name in names.items():
-        if list(names.values()).count(name) > 1:
-            raise UsageError(f"output.columns: {key!r} becomes {name!r}, which is taken; choose another name")
     return names
 
 
@@ -221,7 +210,7 @@ def _omitted(inputs: InputSet, names: Mapping[str, str]) -> list[str]:
 def _collision(key: str, name: str, inputs: InputSet) -> str:
     other = f"batchgen_{key}"
     remedy = f"rename ours with output.columns: {{{key}: {other}}}"
-    return f"input column {name!r} has the name of a column of the output; {remedy}"
+    return f"output.columns: input column {name!r} has the name of a column of the output; {remedy}"
 
 
 def _passthrough(

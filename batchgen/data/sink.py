@@ -25,15 +25,10 @@ from batchgen.data.record_columns import result_arrays
 from batchgen.data.record_lines import liner
 from batchgen.data.results import OutputPlan, RowResult
 from batchgen.data.row import DIGEST_BYTES, Row
-from batchgen.types import StorageError, UsageError
+from batchgen.types import StorageError
 
 GROUP_ROWS = 1000
 GROUP_BYTES = 4 * 1024 * 1024
-COMPRESSIONS = {
-    "parquet": ("zstd", "snappy", "gzip", "none"),
-    "jsonl": ("zstd", "gzip", "none"),
-    "openai_batch": ("zstd", "gzip", "none"),
-}
 _LEVELS: dict[str, Any] = {"zstd": 3, "gzip": 6, "snappy": None, "none": None}
 _SUFFIXES = {"zstd": ".jsonl.zst", "gzip": ".jsonl.gz", "none": ".jsonl"}
 _LINE_CHARACTERS = 256 * 1024
@@ -79,7 +74,7 @@ def write_part(
         path: a temporary file; removed again when anything fails.
         records: rows with their results, in input order.
         plan: the columns.
-        compression: one of `COMPRESSIONS` of the format.
+        compression: zstd, gzip or none; of Parquet also snappy.
         group_rows: most rows in one Parquet row group.
         group_bytes: bytes of input and results with which a row group ends, even if it is of one row.
         on_group: called with the rows and results of each group.
@@ -120,12 +115,6 @@ def write_records(
     on_group: OnGroup = lambda rows, results: None,
 ) -> int:
     """The same to an open binary file, which need not be seekable; returns the number of rows."""
-    allowed = COMPRESSIONS[plan.format]
-    if compression not in allowed:
-        raise UsageError(
-            f"output.compression: {compression!r} is not supported for {plan.format}; "
-            f"use {', '.join(allowed[:-1])} or {allowed[-1]}"
-        )
     groups = _Groups(records, group_rows, group_bytes, on_group)
     if plan.format == "parquet":
         _write_parquet(file, groups, plan, compression)

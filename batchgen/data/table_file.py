@@ -102,7 +102,10 @@ class ParquetTable:
             self.schema: pa.Schema = self._parquet.schema_arrow
             _check_names(self.schema)
         except DAMAGE as e:
-            raise InputError(f"{file.path}: not readable as Parquet: {_first_line(e)}") from e
+            raise InputError(
+                f"{file.path}: not readable as Parquet, it is damaged ({_first_line(e)}); "
+                "restore it from its source"
+            ) from e
         metadata = self._parquet.metadata
         sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         self.group_starts = list(accumulate(sizes, initial=0))[:-1]
@@ -245,4 +248,4 @@ def _corrupt(path: str, where: str, error: Exception) -> InputError:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    return str(error).partition("\n")[0].rstrip(": ")

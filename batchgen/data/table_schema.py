@@ -26,7 +26,8 @@ def common_schema(files: Sequence[InputFile]) -> pa.Schema:
         if difference is not None:
             raise UsageError(
                 f"input.path: {file.path} differs from {files[0].path}: {difference}; "
-                f"all {files[0].format.title()} files of a job need the same columns and types"
+                f"all {files[0].format.title()} files of a job need the same "
+                "columns and types, so convert one of them"
             )
     return first
 

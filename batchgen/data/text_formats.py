@@ -35,7 +35,8 @@ def check_headers(files: Sequence[InputFile]) -> tuple[str, ...] | None:
         if different:
             raise UsageError(
                 f"input.path: {file.path} and {first_file.path} do not have the same columns: "
-                f"{min(different)!r} is in one of them only; all CSV files of a job need the same"
+                f"{min(different)!r} is in one of them only; all CSV files of a job need the same, so "
+                "add the column or rename it"
             )
     return headers[0][1].names if headers and len(headers) == len(files) else None
 

@@ -199,7 +199,10 @@ class WorkerLoop:
                 if isinstance(message.error, Exception):
                     raise message.error
                 if message.error is not None:
-                    raise EngineError(f"reading rows failed: {message.error!r}") from message.error
+                    raise EngineError(
+                        f"what tokenizes prompts broke ({message.error!r}); the engine is started anew, and "
+                        "a row that breaks it each time becomes an error row"
+                    ) from message.error
                 raise ChannelClosed("the supervisor closed the channel")
             self._obey(message)
 

@@ -278,8 +278,9 @@ class Window:
 
     def _too_small(self) -> DriftError:
         return DriftError(
-            f"the folder holds results of rows beyond the first {self._selection.limit:,} that are selected; "
-            "set input.limit to what it was, choose another output.path, or start over with --overwrite"
+            f"input.limit: the output folder holds results of rows beyond the first "
+            f"{self._selection.limit:,} that are selected; set input.limit to what it was, choose another "
+            "output.path, or start over with --overwrite"
         )
 
     def _full(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from batchgen.text.content import Content
 from batchgen.text.control_tokens import ControlTokens, marked
 from batchgen.text.tokenizer import Tokenizer
-from batchgen.types import ErrorClass, RowError
+from batchgen.types import ErrorClass, RowError, UsageError
 
 
 @dataclass(slots=True)
@@ -71,8 +71,7 @@ class PromptEncoder:
                 draft.token_ids = self._with_bos(ids)
         except Exception as error:
             if len(drafts) == 1:
-                message = f"the tokenizer refused the prompt: {type(error).__name__}: {error}"
-                drafts[0].error = RowError(ErrorClass.INTERNAL, message)
+                drafts[0].error = _refusal(error)
                 return
             for draft in drafts:
                 self._fill([draft], encode)
@@ -93,3 +92,13 @@ class PromptEncoder:
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         return ids if ids[:1] == self._prefix[:1] else self._prefix + ids
+
+
+def _refusal(error: Exception) -> RowError:
+    if isinstance(error, UsageError):
+        return RowError(ErrorClass.INVALID_PARAM, str(error))
+    return RowError(
+        ErrorClass.INTERNAL,
+        f"the tokenizer refused the prompt: {type(error).__name__}: {error}; correct the row, or give "
+        "another tokenizer in model.tokenizer",
+    )

@@ -14,16 +14,7 @@ from typing import Any
 
 from batchgen.types import UsageError
 
-_ALLOWED: dict[str, tuple[str, ...]] = {
-    "mode": ("chat", "completion", "tokens"),
-    "system_fallback": ("error", "prepend_to_user"),
-    "bos": ("auto",),
-    "special_tokens_in_content": ("escape", "allow", "error"),
-    "overflow": ("error", "skip", "truncate_left", "truncate_right", "truncate_middle"),
-}
-_TEXTS = ("messages", "system", "user", "assistant_prefix", "chat_template")
 _ONLY_CHAT = ("messages", "system", "assistant_prefix", "chat_template", "chat_template_kwargs", "tools")
-_NOT_BUILT = ("images",)
 # Arguments of the renderer itself; a job that sets one would change more than the template's variables.
 _RESERVED_KWARGS = frozenset(
     {
@@ -87,23 +78,19 @@ class PromptSpec:
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> PromptSpec:
-        """Check a `prompt` section; keys that are null or absent take their default.
+        """From a `prompt` section whose values are of the right types, as those of a job file are.
+
+        Keys that are null or absent take their default.
 
         Raises:
-            UsageError: an unknown key, a value that is not allowed, or an option not built yet.
+            UsageError: two keys that exclude each other, or a variable that templates cannot be given.
         """
         values = {key: value for key, value in section.items() if value is not None}
-        known = {f.name for f in dataclasses.fields(cls)}
-        for key in values:
-            if key in _NOT_BUILT:
-                raise UsageError(f"prompt.{key}: not built yet; remove it")
-            if key not in known:
-                raise UsageError(f"prompt.{key}: unknown key{_nearest(key, known)}")
-        _check_values(values)
         values["sources"] = tuple(values.get("sources", ()))
         if isinstance(values.get("tools"), list):
             values["tools"] = tuple(values["tools"])
         spec = cls(**values)
+        _check_variables(spec)
         _check_combination(spec)
         return spec if spec.sources else dataclasses.replace(spec, sources=_default_sources(spec))
 
@@ -179,26 +166,13 @@ def spec_from_sections(prompt: Mapping[str, Any], sampling: Mapping[str, Any]) -
     )
 
 
-def _check_values(values: Mapping[str, Any]) -> None:
-    for key, allowed in _ALLOWED.items():
-        if key in values and values[key] not in allowed:
-            raise UsageError(f"prompt.{key}: {values[key]!r} is not allowed; use {' or '.join(allowed)}")
-    for key in _TEXTS:
-        if key in values and not isinstance(values[key], str):
-            raise UsageError(f"prompt.{key}: {values[key]!r} is not text; put it in quotes")
-    tools = values.get("tools", ())
-    if not isinstance(tools, str) and not _are_tools(tools):
-        raise UsageError(f"prompt.tools: {tools!r} is not a column or a list of tools; each tool is a map")
-    kwargs = values.get("chat_template_kwargs", {})
-    if not isinstance(kwargs, Mapping):
-        raise UsageError(f"prompt.chat_template_kwargs: {kwargs!r} is not a mapping of names to values")
-    for key in kwargs:
-        if not isinstance(key, str) or key in _RESERVED_KWARGS:
-            raise UsageError(f"prompt.chat_template_kwargs: {key!r} cannot be set here; remove it")
-
-
-def _are_tools(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(tool, Mapping) for tool in value)
+def _check_variables(spec: PromptSpec) -> None:
+    for key in spec.chat_template_kwargs:
+        if key in _RESERVED_KWARGS:
+            raise UsageError(
+                f"prompt.chat_template_kwargs: {key!r} is set by batchgen itself and cannot be set here; "
+                "remove it"
+            )
 
 
 def _check_combination(spec: PromptSpec) -> None:

@@ -85,8 +85,11 @@ class JobTemplate:
                 f"{self.name}: {what}; write {{{{ column or '' }}}} where that is meant",
             ) from error
         except _BinaryValue as error:
+            binary = sorted(name for name in self.columns if isinstance(columns.get(name), bytes))
+            what = f"column {', '.join(map(repr, binary))} holds" if binary else "an expression gives"
             raise RowFailure(
-                ErrorClass.TEMPLATE, f"{self.name}: a value is bytes, not text; decode it"
+                ErrorClass.TEMPLATE,
+                f"{self.name}: {what} bytes, not text; write {{{{ column.decode() }}}} if they are UTF-8",
             ) from error
         except _NoNumber as error:
             raise RowFailure(

@@ -68,17 +68,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str) -> Tokenizer:
-        """Load from a local folder.
+        """Load from a local folder, which `batchgen.models.source` has found.
 
         Raises:
-            UsageError: no folder, no tokenizer in it, one that needs code of its own, or one without a fast
+            UsageError: no tokenizer in it, one that needs code of its own, or one without a fast
                 implementation.
         """
         folder = Path(path)
-        if not folder.is_dir():
-            raise UsageError(
-                f"model.tokenizer: {path} is not a folder; give a model folder with its tokenizer files"
-            )
         from transformers import AutoTokenizer
 
         try:
@@ -150,12 +146,18 @@ class Tokenizer:
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
         """What the tokenizer itself puts before plain text: mostly BOS or nothing."""
-        plain = self.backend.encode("a", add_special_tokens=False).ids
-        full = self.backend.encode("a", add_special_tokens=True).ids
+        text = self._known_text
+        plain = self.backend.encode(text, add_special_tokens=False).ids
+        full = self.backend.encode(text, add_special_tokens=True).ids
         for start in range(len(full) - len(plain) + 1):
             if full[start : start + len(plain)] == plain:
                 return tuple(full[:start])
         return ()
+
+    @property
+    def _known_text(self) -> str:
+        """Some text that can be encoded: a tokenizer of words without an unknown token takes only its own."""
+        return "a" if self.backend.token_to_id("a") is not None else next(iter(self.backend.get_vocab()), "a")
 
     @property
     def chat_template(self) -> str | None:

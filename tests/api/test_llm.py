@@ -104,7 +104,7 @@ def test_one_prompt_instead_of_many_is_refused(llm: bg.LLM) -> None:
     """A text would be answered letter by letter."""
     one: Any
     for one in ("text", b"text", None, 7, {"prompt": "x"}):
-        with pytest.raises(UsageError, match="is not a list of prompts; give a list"):
+        with pytest.raises(UsageError, match="cannot be a list of prompts; put prompts into a list"):
             llm.generate(one)
     with pytest.raises(UsageError, match="this is one prompt; put it into a list of prompts"):
         llm.generate([1, 2])  # type: ignore[list-item]

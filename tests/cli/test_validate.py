@@ -176,7 +176,7 @@ def test_no_permission_on_the_parent_of_the_output(
 def test_ids_that_occur_twice_are_named_by_line(write_job: Write, capsys: Captured) -> None:
     rows = "".join(json.dumps({"prompt": "x", "key": key}) + "\n" for key in ("a", "b", "a"))
     assert main(["validate", write_job(rows=rows), "--set", "input.id=key"]) == 2
-    assert "id 'a' at prompts.jsonl line 1 and prompts.jsonl line 3" in capsys.readouterr().err
+    assert "id 'a' is at prompts.jsonl line 1 and at prompts.jsonl line 3" in capsys.readouterr().err
 
 
 def test_rows_that_cannot_be_read_are_a_note(write_job: Write, capsys: Captured) -> None:

@@ -161,7 +161,7 @@ def test_too_long_elements_are_rows(tmp_path: Path) -> None:
     rows = list(read(tmp_path, data, max_record_bytes=1000).rows())
     assert classes(rows) == [None, "invalid_json", None]
     assert rows[1].error is not None
-    assert "the record has 600009 bytes, more than the limit of 1000" in rows[1].error.message
+    assert "the record has 600,009 bytes, more than the limit of 1,000" in rows[1].error.message
 
 
 def test_memory_is_that_of_one_element() -> None:

@@ -185,7 +185,7 @@ def test_too_long_line_is_one_error_row(tmp_path: Path) -> None:
     rows = list(inputs.rows())
     assert classes(rows) == [None, "invalid_json", None]
     assert rows[1].error is not None
-    assert "600009 bytes, more than the limit of 1000" in rows[1].error.message
+    assert "600,009 bytes, more than the limit of 1,000" in rows[1].error.message
 
 
 def test_error_rows_pass_through_the_sink(tmp_path: Path) -> None:

@@ -65,17 +65,6 @@ def test_renaming(tmp_path: Path) -> None:
         ('{"a": 1}', {"renames": {"status": "a"}}, r"input column 'a' .* {status: batchgen_status}"),
         (
             "{}",
-            {"renames": {"generated": "x"}},
-            r"'generated' is not a column of ours; did you mean 'generated_text'",
-        ),
-        ("{}", {"renames": {"row": "id"}}, r"'row' becomes 'id', which is taken"),
-        (
-            "{}",
-            {"include": ["logprobs"]},
-            r"output.include: 'logprobs' is not supported yet; use any of usage",
-        ),
-        (
-            "{}",
             {"renames": {"prompt": "p"}},
             r"output.columns: 'prompt' is not written; add prompt to output.include, or leave it alone",
         ),
@@ -100,7 +89,6 @@ def test_renaming(tmp_path: Path) -> None:
             {"format": "openai_batch", "renames": {"id": "x"}},
             "output.columns: output.format: openai_batch",
         ),
-        ("{}", {"include": ["colour"]}, r"output.include: 'colour' is not known"),
         (
             '{"text": 1}',
             {"columns": ["txt"]},

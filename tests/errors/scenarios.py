@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as pe
 
 VALIDATE, SHOW = ("validate", "job.yaml"), ("show", "job.yaml")
 SECOND = (*SHOW, "--row", "1")
@@ -67,7 +68,26 @@ def parquet(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
+def encrypted() -> bytes:
+    """A Parquet file whose columns only a key opens."""
+    factory = pe.CryptoFactory(lambda configuration: _NoSecrecy())
+    keys = pe.EncryptionConfiguration(footer_key="k", column_keys={"k": ["prompt"]}, plaintext_footer=True)
+    properties = factory.file_encryption_properties(pe.KmsConnectionConfig(), keys)
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"prompt": ["a"]}), sink, encryption_properties=properties)
+    return sink.getvalue()
+
+
+class _NoSecrecy(pe.KmsClient):  # type: ignore[misc]
+    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> bytes:
+        return key_bytes.hex().encode()
+
+    def unwrap_key(self, wrapped_key: bytes, master_key_identifier: str) -> bytes:
+        return bytes.fromhex(wrapped_key.decode())
+
+
 GOOD = '{"prompt": "a"}\n'
+BYTES = parquet(pa.table({"b": [b"a"]}))
 PARQUET = parquet(pa.table({"prompt": ["a"]}))
 UNSUPPORTED = pa.table({"prompt": ["a"], "d": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
 INVALID_TEXT = pa.table({"prompt": pa.array([b"\xff", b"a"]).view(pa.string())})
@@ -76,6 +96,7 @@ NO_SYSTEM = (
     "{{ m.content }}{% endfor %}"
 )
 OWN_CODE = '{"tokenizer_class": "X", "auto_map": {"AutoTokenizer": ["c.X", null]}}'
+SLOW = '{"tokenizer_class": "CanineTokenizer"}'
 ASSISTANT = {"role": "assistant", "content": "x"}
 # A frame whose header names dictionary 7, and one raw block.
 WITH_DICTIONARY = bytes.fromhex("28b52ffd 21 07 05 290000") + b"hello"
@@ -87,6 +108,7 @@ PRIVATE_USE = [*range(0xFDD2, 0xFDF0), *range(0xF0000, 0xFFFFE)]
 PER_TURN = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ 1 / 0 }}{% endif %}{{ m.content }}{% endfor %}"
 )
+ONLY_WITHOUT_END = "{{ 1 / 0 if 'im_' in messages[0].content else messages[0].content }}"
 NO_TOOLS = "{{ 1 / 0 if tools else messages[0].content }}"
 
 OF_THE_JOB_FILE = [
@@ -121,6 +143,7 @@ OF_THE_JOB_FILE = [
     validate("input.where=prompt ="),
     validate("input.where=" + "x" * 100_000),
     validate("input.where=gone == 1"),
+    validate("output.columns={status: x}", prompts_jsonl='{"prompt": "a", "x": 1}\n'),
 ]
 OF_THE_INPUT = [
     validate("input=gone.jsonl"),
@@ -160,6 +183,9 @@ OF_THE_INPUT = [
     validate("input=a.csv", a_csv=b"a\xff,b\n1,2\n"),
     validate("input=a.csv", a_csv="x" * 2_000_000),
     validate("input=a.parquet", a_parquet=PARQUET[:4] + b"\0" * 40 + PARQUET[-8:]),
+    validate("input=a.parquet", a_parquet=b"PAR1" + b"\xff" * 40 + (40).to_bytes(4, "little") + b"PAR1"),
+    validate("input=a.parquet", a_parquet=PARQUET[:4] + b"\xff" * 30 + PARQUET[34:]),
+    validate("input=a.parquet", a_parquet=encrypted()),
     validate("input=a.jsonl.gz", **{"a.jsonl_gz": b"\x1f\x8b\x08\0\0\0\0\0\0\3" + b"\xff" * 40}),
 ]
 BATCH = '{"custom_id": "a", "method": "POST", "url": "/v1/%s", "body": {"messages": [], "n": 2}}\n'
@@ -236,6 +262,7 @@ OF_THE_MODEL = [
         "model.tokenizer=own",
         **{"own/tokenizer_config_json": OWN_CODE},
     ),
+    validate("model.tokenizer=slow", **{"slow/tokenizer_config_json": SLOW}),
     Scenario(SHOW, ("model=bad",), {"bad/config.json": "{}", "bad/generation_config.json": "{"}),
 ]
 OF_THE_OUTPUT = [
@@ -315,6 +342,9 @@ OF_A_ROW = [
         "prompt.system_fallback=prepend_to_user",
         f"prompt.chat_template={NO_SYSTEM}",
     ),
+    show({"prompt": "x"}, """prompt.user={{ prompt }}{{ "\\ud83d" }}"""),
+    show({"prompt": "<|im_end|>"}, f"prompt.chat_template={ONLY_WITHOUT_END}"),
+    Scenario(SHOW, ("input=a.parquet", "prompt.user={{ b }}"), {"a.parquet": BYTES}, row=True),
     show({"prompt": "x", "b": 1}, "prompt.user=" + "x" * 99 + "{{ prompt }}", *CUT),
     show({"prompt": "<|im_end|>" + "".join(map(chr, PRIVATE_USE))}),
     show({"prompt": "x"}, "prompt.user={{ prompt * 100000000 }}"),

@@ -8,18 +8,33 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import pyarrow as pa
+from scenarios import parquet
 from scripted_worker import Script
-from stage import Stage, rows
+from stage import Stage, rows, write_files
+from tiny_models import save_tokenizer
+from tokenizers import Tokenizer, models
 
-from batchgen.api import job
-from batchgen.job import lease, supervisor
+from batchgen.api import checks, job
+from batchgen.data.id_ledger import IdLedger
+from batchgen.data.source import open_input
+from batchgen.job import journal, lease, supervisor
 from batchgen.job.claims import Claims
 from batchgen.job.folder import JobFolder
+from batchgen.text import control_tokens
 from batchgen.types import ErrorClass
 
 RUN = "run job.yaml --progress none"
 PLENTY, LITTLE = SimpleNamespace(free=1 << 40), SimpleNamespace(free=1000)
+
+
+def _ends_early(stage: Stage, script: Script, *settings: str) -> None:
+    """A run that ends for want of disk space once the rows that do not stall are in the journal."""
+    disk = iter([PLENTY] * 3)
+    with stage.patched((supervisor.shutil, "disk_usage", lambda place: next(disk, LITTLE))):
+        stage.batchgen(RUN, 5, script, "run.checkpoint_seconds=0.05", *settings)
 
 
 def bad_rows_stop(stage: Stage) -> None:
@@ -42,6 +57,8 @@ def engines_that_die(stage: Stage) -> None:
     stage.batchgen(RUN, 7, Script(says={"type": "song"}))
     stage.batchgen(RUN, 2, Script(fatal=(2, "engine.block_size: 3 is no block size; use 16")))
     stage.batchgen(RUN, 7, Script(kills=range(1, 14)))
+    stage.write(prompts_jsonl=rows(40))
+    stage.batchgen(f"{RUN} --overwrite", 7, Script(kills=range(8, 40)))
 
 
 def other_choices(stage: Stage) -> None:
@@ -65,7 +82,10 @@ def ids_that_occur_twice(stage: Stage) -> None:
     stage.write(prompts_jsonl=many.replace('"k19"', '"k0"'))
     with stage.patched((job, "ROWS_FOR_IDS", 5)):
         stage.batchgen(RUN, 2, None, "input.id=key")
-    stage.batchgen("plan job.yaml --full", 2, None, "input.id=key")
+    with stage.patched((checks, "ROWS_FOR_IDS", 5)):
+        stage.batchgen("plan job.yaml --full", 2, None, "input.id=key")
+    with stage.patched((IdLedger, "merge_all", lambda ledger: [run.path.unlink() for run in ledger._runs])):
+        stage.batchgen(f"{RUN} --overwrite", 5, None, "input.id=key", "input.duplicate_ids=suffix")
     stage.batchgen(f"{RUN} --overwrite", 0, None, "input.id=key", "input.duplicate_ids=suffix")
     stage.batchgen(RUN, 4, None, "input.id=key", "input.duplicate_ids=keep_first")
 
@@ -107,12 +127,73 @@ def parts_that_rot(stage: Stage) -> None:
         stage.batchgen("retry out", 5)
 
 
+def dialogues(stage: Stage) -> None:
+    """Several answers in a row, where a format holds one."""
+    stage.write(prompts_jsonl='{"u": ["a", "b"]}\n')
+    stage.batchgen(RUN, 0, None, "sampling.turns=u")
+    stage.batchgen("export out --format openai_batch", 2)
+
+
+def parts_that_are_gone(stage: Stage) -> None:
+    """What is left of a complete folder is not all of it."""
+    stage.write(prompts_jsonl=rows(40))
+    stage.batchgen(RUN, 0, None, "output.part_rows=16")
+    Path("out/data/part-000001.parquet").unlink()
+    stage.batchgen("export out --format csv", 5)
+
+
+def rows_that_are_chosen(stage: Stage) -> None:
+    """Fewer rows than are in parts, where a condition selects them, so that nothing else can tell."""
+    stage.write(prompts_jsonl=rows(40, n=1))
+    settings = ("output.part_rows=16", "input.where=n = 1")
+    _ends_early(stage, Script(stalls=[3]), *settings)
+    stage.batchgen(f"{RUN} --limit 30", 4, None, *settings)
+    stage.batchgen(f"{RUN} --limit 10", 4, None, *settings)
+
+
+def inputs_that_change(stage: Stage) -> None:
+    """Types of columns, and rows behind the last one, in files that look the same from outside."""
+    stage.write(a_parquet=parquet(pa.table({"prompt": ["a", "b"], "n": [1, 2]})))
+    stage.batchgen(f"{RUN} --limit 1", 0, None, "input=a.parquet")
+    stage.write(a_parquet=parquet(pa.table({"prompt": ["a", "b"], "n": ["1", "2"]})))
+    stage.batchgen(f"{RUN} --accept-drift", 4, None, "input=a.parquet")
+    last = rows(19)[len(rows(18)) :]
+    stage.write(prompts_jsonl=rows(18) + " " * (len(last) - 1) + "\n")
+    before = Path("prompts.jsonl").stat()
+    settings = ("output.part_rows=16", "output.path=again")
+    _ends_early(stage, Script(stalls=[17]), *settings)
+    stage.write(prompts_jsonl=rows(18) + last)
+    os.utime("prompts.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))
+    stage.batchgen(RUN, 3, None, *settings)
+
+
+def journals_that_rot(stage: Stage) -> None:
+    """A record that is intact when it is written and not when its part is made."""
+    with stage.patched((journal, "_payload_at", lambda *arguments: None)):
+        stage.batchgen(RUN, 5)
+
+
+def texts_that_no_tokenizer_takes(stage: Stage) -> None:
+    """Tokenizers without a template or a token for unknown words, one that cannot be copied; a long line."""
+    save_tokenizer(Path("mute"))
+    Path("mute/chat_template.jinja").unlink()
+    stage.batchgen("validate job.yaml", 2, None, "model.tokenizer=mute")
+    words = Tokenizer(models.WordLevel({"hello": 0}, unk_token="?")).to_str()
+    write_files({"words/tokenizer.json": words})
+    show = "show job.yaml"
+    stage.batchgen(show, 0, None, "model.tokenizer=words", "prompt.mode=completion")
+    stage.write(prompts_jsonl='{"prompt": "<|im_end|>"}\n')
+    with stage.patched((control_tokens, "_rename", lambda settings, names: None)):
+        stage.batchgen(show, 0)
+    stage.write(prompts_jsonl='{"prompt": "a"}\n{"prompt": "hello"}\n')
+    with mock.patch.dict(open_input.__kwdefaults__, max_record_bytes=16):
+        stage.batchgen(f"{show} --row 1", 0)
+
+
 def jobs_that_did_not_end(stage: Stage) -> None:
     """Half of a job, which is retried, exported and verified."""
     stage.write(prompts_jsonl=rows(4))
-    disk = iter([PLENTY] * 3)
-    with stage.patched((supervisor.shutil, "disk_usage", lambda place: next(disk, LITTLE))):
-        stage.batchgen(RUN, 5, Script(stalls=[3]), "run.checkpoint_seconds=0.05")
+    _ends_early(stage, Script(stalls=[3]))
     with stage.patched((supervisor.shutil, "disk_usage", lambda place: LITTLE)):
         stage.batchgen(RUN, 5)
     stage.batchgen("retry out", 2)
@@ -188,6 +269,8 @@ def ways_around(stage: Stage) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         stage.batchgen(RUN, 2, None, f"run.metrics=127.0.0.1:{other.getsockname()[1]}")
+    Path("nothing").symlink_to("nowhere")
+    stage.batchgen("validate job.yaml", 2, None, "output.path=nothing")
     Path("out").mkdir()
     with stage.patched((os, "access", lambda path, mode: "out" not in str(path))):
         for verb in ("validate job.yaml", RUN):
@@ -200,5 +283,7 @@ def ways_around(stage: Stage) -> None:
 
 ALL = [
     *(bad_rows_stop, engines_that_die, other_choices, ids_that_occur_twice, retries, parts_that_rot),
+    *(dialogues, parts_that_are_gone, rows_that_are_chosen, inputs_that_change, journals_that_rot),
+    *(texts_that_no_tokenizer_takes,),
     *(jobs_that_did_not_end, verified_in_depth, damaged_folders, several_at_once, ways_around),
 ]

@@ -46,6 +46,7 @@ def results_in_a_store(stage: Stage) -> None:
 
 def _in_a_store(stage: Stage, url: str) -> None:
     stage.batchgen(f"status {url}", 2)
+    stage.batchgen("status ftp://there/results", 2)
     line, to = RUN, f"output.path={url}"
     with stage.patched((ObjectStore, "create", lambda *arguments: False)):
         stage.batchgen(line, 6, None, to)
@@ -56,6 +57,13 @@ def _in_a_store(stage: Stage, url: str) -> None:
     stage.batchgen(f"report {url}", 2)
     stage.batchgen(f"status {url} --watch", 2)
     with stage.patched((job_remote, "_epochs", lambda objects: [7])):
+        stage.batchgen(line, 6, None, to)
+    listed = ObjectStore.sizes
+
+    def taken_over(store: ObjectStore, below: str = "") -> dict[str, int]:
+        return listed(store, below) | ({f"{below}000099.json": 1} if below == job_remote._CLAIMS else {})
+
+    with stage.patched((ObjectStore, "sizes", taken_over)):
         stage.batchgen(line, 6, None, to)
     beats = iter(range(50, 99))
 
@@ -83,6 +91,8 @@ def servers_that_fail(stage: Stage) -> None:
                 stage.batchgen("validate job.yaml", 2, None, "input=hf://datasets/org/name")
     memory = fsspec.filesystem("memory")
     memory.pipe_file("/folder/a.jsonl", rows(2).encode())
+    with stage.patched((type(memory), "info", lambda *given, **named: {"type": "file", "size": None})):
+        stage.batchgen("validate job.yaml", 3, None, "input=memory://folder/a.jsonl")
     stage.batchgen("validate job.yaml", 2, None, "input=memory://folder")
     sink_ = pa.BufferOutputStream()
     with pa.ipc.new_file(sink_, pa.schema([("prompt", pa.string())])) as writer:

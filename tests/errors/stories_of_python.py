@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
+from scripted_worker import Script
 from stage import Stage
 from tiny_models import save_tiny_llama
 
 import batchgen as bg
-from batchgen.types import UsageError
+from batchgen.dist.intake import Closed, Intake
+from batchgen.dist.serve import WorkerLoop
+from batchgen.types import BatchgenError, EngineError, InputError, UsageError
 
 
 def calls_of_map(stage: Stage) -> None:
@@ -26,6 +31,21 @@ def calls_of_map(stage: Stage) -> None:
     wrong([{"prompt": "a"}])
     wrong(data, output_column="prompt")
     wrong(data, sampling={"stop": {1, 2}})
+    wrong(data, model=Path("model"))
+
+
+def streams(stage: Stage) -> None:
+    """Rows that no prompt can hold, and rows that are others when they are read again."""
+    call: dict[str, Any] = {"model": "./model", "prompt": "{{ prompt }}", "output_column": "out"}
+    call |= {"run": {"progress": "none"}, "launch": Script()}
+
+    def wrong(kind: type[BatchgenError], rows: Callable[[], Iterator[dict[str, Any]]]) -> None:
+        stream = datasets.IterableDataset.from_generator(rows)
+        stage.python(kind, lambda: list(bg.map(stream, **call)))
+
+    wrong(UsageError, lambda: iter([{"prompt": b"a"}]))
+    count = itertools.count()
+    wrong(InputError, lambda: iter([{"prompt": f"p{next(count)}"}]))
 
 
 def jobs_as_values(stage: Stage) -> None:
@@ -46,9 +66,25 @@ def engines_in_this_process(stage: Stage) -> None:
     wrong(kv_cache_memory=1 << 60)
     wrong(kv_cache_memory=5000)
     wrong(attention="flash_attn")
-    llm = bg.LLM("tiny", attention="reference", max_model_len=64, kv_cache_memory=1 << 20)
+    wrong(tokenizer="gone")
+    llm = bg.LLM(
+        "tiny", attention="reference", max_model_len=64, kv_cache_memory=1 << 20, chat_template="{% x"
+    )
     (output,) = llm.generate(["x" * 100])
     assert output.error is not None
+    for prompts, arguments in (("abc", {}), ([1, 2], {}), (["a"], {"sampling": {"top_p": 1}})):
+        stage.python(UsageError, lambda p=prompts, a=arguments: llm.stream(p, **a))
+    dialogue = [{"role": "user", "content": "a"}]
+    stage.python(UsageError, lambda: llm.chat([dialogue]))
+
+
+def readers_that_break(stage: Stage) -> None:
+    """A library of a worker's reading side that panics instead of raising."""
+    loop = WorkerLoop.__new__(WorkerLoop)
+    closed = Closed(BaseException("index out of bounds"))
+    with stage.patched((Intake, "control", lambda intake: iter([closed]))):
+        loop._intake = Intake.__new__(Intake)
+        stage.python(EngineError, loop._handle_control)
 
 
 def models_that_do_not_load(stage: Stage) -> None:
@@ -68,4 +104,11 @@ def models_that_do_not_load(stage: Stage) -> None:
     spoilt(is_decoder=False, is_encoder_decoder=True, model_type="t5")
 
 
-ALL = [calls_of_map, jobs_as_values, engines_in_this_process, models_that_do_not_load]
+ALL = [
+    calls_of_map,
+    streams,
+    jobs_as_values,
+    engines_in_this_process,
+    readers_that_break,
+    models_that_do_not_load,
+]

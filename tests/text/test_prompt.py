@@ -204,7 +204,9 @@ def test_a_text_that_the_tokenizer_refuses(monkeypatch):
 
     monkeypatch.setattr(tokenizer, "encode_batch", refusing)
     good, bad, also_good = prepare(renderer(tokenizer), {"prompt": "a"}, {"prompt": "bad"}, {"prompt": "b"})
-    assert bad == RowError(ErrorClass.INTERNAL, "the tokenizer refused the prompt: ValueError: cannot")
+    assert isinstance(bad, RowError)
+    assert bad.error_class == ErrorClass.INTERNAL
+    assert bad.message.startswith("the tokenizer refused the prompt: ValueError: cannot; correct the row")
     assert isinstance(good, PreparedRow)
     assert isinstance(also_good, PreparedRow)
 
@@ -458,24 +460,13 @@ def test_a_template_that_writes_the_date_is_noted():
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"mode": "chats"}, r"prompt\.mode: 'chats'.*chat or completion or tokens"),
-        (
-            {"overflow": "drop"},
-            r"prompt\.overflow: 'drop' is not allowed; use error or skip or truncate_left",
-        ),
-        ({"bos": "always"}, r"prompt\.bos"),
-        ({"tools": [1]}, r"prompt\.tools: \[1\] is not a column or a list of tools"),
         ({"tools": "t", "mode": "completion"}, r"prompt\.tools: has no meaning"),
         ({"turns": "t", "mode": "completion"}, r"sampling\.turns: has no meaning"),
         ({"turns": "t", "user": "x"}, r"prompt\.user and sampling\.turns"),
-        ({"images": "i"}, r"prompt\.images: not built"),
-        ({"sytem": "x"}, r"prompt\.sytem: unknown key; did you mean 'system'"),
-        ({"user": 3}, r"prompt\.user: 3 is not text"),
         ({"user": "x", "messages": "m"}, r"prompt\.messages and prompt\.user"),
         ({"mode": "completion", "system": "x"}, r"prompt\.system: has no meaning"),
         ({"mode": "tokens", "user": "x"}, r"prompt\.user: has no meaning"),
         ({"chat_template_kwargs": {"tokenize": True}}, r"prompt\.chat_template_kwargs: 'tokenize'"),
-        ({"chat_template_kwargs": [1]}, r"prompt\.chat_template_kwargs"),
     ],
 )
 def test_sections_that_are_refused(section, message):
