@@ -104,7 +104,7 @@ def test_limits_on_a_record(tmp_path: Path) -> None:
     assert "not closed within the limit of 100 bytes" in rows[0].error.message
     long, last = rows[-2:]
     assert long.error is not None
-    assert "the line has 202 bytes, more than the limit of 100; shorten it" in long.error.message
+    assert "the line has 202 bytes, more than the limit of 100; shorten or split it" in long.error.message
     assert last.values == {"a": "3", "b": "4"}
 
 
