@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+from array import array
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -172,6 +173,114 @@ class SamplingParams:
         return self.temperature < 1e-5
 
 
+class Task(enum.StrEnum):
+    """What is computed for a row."""
+
+    GENERATE = "generate"
+    LOGLIKELIHOOD = "loglikelihood"
+    PERPLEXITY = "perplexity"
+    EMBED = "embed"
+    CLASSIFY = "classify"
+
+
+class Pooling(enum.StrEnum):
+    """How a prompt's hidden states, after the final norm, become one vector: the last one, or their mean."""
+
+    LAST = "last"
+    MEAN = "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token as the model saw it at one position.
+
+    Args:
+        token_id: which.
+        logprob: natural logarithm of its probability under the model's own logits, before any processing.
+        rank: 1 for the likeliest token; of equally likely ones the lower id comes first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Which known tokens of a request are scored: the logits after position `first + i` score `targets[i]`.
+
+    Args:
+        first: position of the first logits that are read.
+        targets: never empty; the last one may be the token behind the prompt.
+        top_k: how many of the likeliest tokens are kept beside each target.
+    """
+
+    first: int
+    targets: tuple[int, ...]
+    top_k: int = 0
+
+    @property
+    def stop(self) -> int:
+        """One more than the last position of which logits are read."""
+        return self.first + len(self.targets)
+
+
+@dataclass(slots=True)
+class TokenScores:
+    """What the model thought of consecutive known tokens, as `TokenLogprob` says, in little memory.
+
+    Args:
+        logprobs: of each token.
+        ranks: of each token.
+        top: at each token the likeliest ones, likeliest first, if they were asked for.
+    """
+
+    logprobs: array[float] = field(default_factory=lambda: array("d"))
+    ranks: array[int] = field(default_factory=lambda: array("q"))
+    top: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def extend(self, other: TokenScores) -> None:
+        """Append the scores of the tokens that follow."""
+        self.logprobs.extend(other.logprobs)
+        self.ranks.extend(other.ranks)
+        self.top.extend(other.top)
+
+    @property
+    def loglikelihood(self) -> float:
+        """Sum of the logprobs, rounded once."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every token is the likeliest at its place."""
+        return all(rank == 1 for rank in self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """What a sequence-classification head says of a text.
+
+    Args:
+        scores: probability of each label, by softmax over all labels or, where several may hold at once, by
+            a sigmoid of each; of a regression head the value itself. In the order of the label ids.
+    """
+
+    scores: tuple[tuple[str, float], ...]
+
+    @property
+    def label(self) -> str:
+        """The likeliest one; of equally likely ones the first."""
+        return max(self.scores, key=lambda item: item[1])[0]
+
+    @property
+    def score(self) -> float:
+        """That of `label`."""
+        return max(score for _, score in self.scores)
+
+
 class RequestState(enum.Enum):
     """Where a request is; it is in exactly one place of the scheduler at any time."""
 
@@ -187,7 +296,10 @@ CacheKey = tuple[int, tuple[str | int | bytes, ...]]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One row in the engine. The scheduler owns every field after `truncated_tokens`.
+    """One row in the engine. The scheduler owns every field from `state` on.
+
+    The engine counts in `num_read` at how many positions logits or hidden states have been read: what was
+    read is kept when the request is preempted.
 
     Args:
         request_id: the row's ordinal; also its key for sampling noise.
@@ -199,6 +311,12 @@ class Request:
             or (first position of an image, ("image", digest)); rows share cache only where these agree.
         control_tokens: how many the row's own text spelled; for the report.
         truncated_tokens: how many the prompt has less than the whole row would have had.
+        task: a request that does not generate ends when its prompt is computed.
+        scoring: tokens whose logprobs are wanted.
+        pooling: how its hidden states become a vector; for `embed` and `classify`.
+        normalize: whether that vector gets length 1.
+        following: further pieces of one row, computed after this one under its id; their scores come after
+            its own.
     """
 
     request_id: int
@@ -209,6 +327,12 @@ class Request:
     cache_keys: tuple[CacheKey, ...] = ()
     control_tokens: int = 0
     truncated_tokens: int = 0
+    task: Task = Task.GENERATE
+    scoring: Scoring | None = None
+    pooling: Pooling | None = None
+    normalize: bool = False
+    following: tuple[Request, ...] = ()
+    num_read: int = 0
     state: RequestState = RequestState.WAITING
     sequence_number: int = -1
     num_computed_tokens: int = 0
@@ -222,8 +346,31 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def generates(self) -> bool:
+        """Whether tokens are sampled after the prompt."""
+        return self.task is Task.GENERATE
+
+    @property
+    def first_needed(self) -> int:
+        """The first position whose logits or hidden state are still to be read; no prefix hit covers it."""
+        last = self.num_tokens - 1
+        if self.scoring is not None and self.num_read < len(self.scoring.targets):
+            return min(last, self.scoring.first + self.num_read)
+        if self.pooling is Pooling.MEAN:
+            return min(last, self.num_read)
+        return last
+
+    def reads(self, start: int, stop: int) -> range:
+        """Positions from `start` to `stop` (exclusive), computed in one step, that are read for a task."""
+        if self.scoring is not None:
+            return range(max(start, self.scoring.first + self.num_read), min(stop, self.scoring.stop))
+        return range(0) if self.pooling is None else range(max(start, self.first_needed), stop)
+
+    @property
     def max_total_tokens(self) -> int:
         """Most tokens whose keys and values this request can ever need in the cache."""
+        if not self.generates:
+            return len(self.prompt_token_ids)
         return len(self.prompt_token_ids) + max(self.sampling.max_tokens, len(self.output_token_ids) + 1) - 1
 
     def tokens(self, start: int, stop: int) -> list[int]:
@@ -260,7 +407,8 @@ class Output:
     `queue_seconds` passed from the request's arrival to its first step, `prefill_seconds` from there to its
     first token in this process, `decode_seconds` from there to its end;
     `control_tokens` is how many its own text spelled. `answers` holds the text of each turn of a dialogue, of
-    which `text` is the last.
+    which `text` is the last. `scores` are those of the tokens that a request asks for; `embedding`
+    (`(hidden,)` float32) and `classification` come of tasks of these names.
     """
 
     request_id: int
@@ -275,6 +423,9 @@ class Output:
     decode_seconds: float = 0.0
     control_tokens: int = 0
     answers: tuple[str, ...] = ()
+    scores: TokenScores | None = None
+    embedding: array[float] | None = None
+    classification: Classification | None = None
     error: RowError | None = None
 
     @property

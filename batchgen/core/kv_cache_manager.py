@@ -64,12 +64,13 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> PrefixHit:
         """The longest cached prefix of a request without blocks; no side effects on the cache.
 
-        It never covers the last known token: that one is computed to get the logits after it.
+        It ends before the first position whose logits or hidden state are needed, such as the last known
+        token's.
         """
         if not self.prefix_caching:
             return PrefixHit(self.coordinator.find_longest_hit((), 0), 0)
         extend_block_hashes(request, self.block_size)
-        max_blocks = (request.num_tokens - 1) // self.block_size
+        max_blocks = request.first_needed // self.block_size
         blocks = self.coordinator.find_longest_hit(request.block_hashes, max_blocks)
         return PrefixHit(blocks, len(blocks[0]) * self.block_size)
 

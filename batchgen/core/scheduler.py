@@ -54,7 +54,8 @@ class ScheduledRequest:
     """Positions `start` to `start + num_tokens` of a request, computed in this step.
 
     Args:
-        samples: the last known token is among them, so a token is sampled after it.
+        samples: the last known token of a request that generates is among them, so a token is sampled
+            after it.
         block_ids: per group, the blocks of positions 0 to `start + num_tokens`; live lists, valid until
             the scheduler is called again, not to be changed.
     """
@@ -132,15 +133,19 @@ class Scheduler:
         """Requests that hold no blocks, preempted and held ones included."""
         return len(self.waiting) + len(self.held)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, ahead: bool = False) -> None:
         """Take a request; it waits behind those of its priority.
+
+        Args:
+            ahead: it waits before them instead, as a row does that has begun.
 
         Raises:
             RowFailure: it can never fit the model or the cache.
             ValueError: its id is in use.
         """
         self._accept(request)
-        self.waiting.push_back(request)
+        push = self.waiting.push_front if ahead else self.waiting.push_back
+        push(request)
         self._check_if_debug()
 
     def schedule(self, max_tokens: int | None = None) -> SchedulerOutput:
@@ -312,13 +317,14 @@ class Scheduler:
 
     def _refuse_unfit(self, request: Request) -> None:
         limit = self.config.max_model_len
-        if request.num_tokens >= limit:
+        if request.num_tokens > self._most_tokens(request):
+            room = ", which leaves no room for an answer" if request.generates else ""
             raise RowFailure(
                 ErrorClass.CONTEXT_LENGTH,
-                f"the row has {request.num_tokens} tokens and max_model_len is {limit}, which leaves no room "
-                "for an answer; shorten the prompt or raise max_model_len",
+                f"the row has {request.num_tokens} tokens and max_model_len is {limit}{room}; "
+                "shorten the prompt or raise max_model_len",
             )
-        longest = min(request.max_total_tokens, limit - 1)
+        longest = min(request.max_total_tokens, self._most_tokens(request))
         # The size of the cache differs between machines, and a row's error must not.
         if self.manager.peak_blocks(longest) > self.manager.pool.num_usable:
             raise RowFailure(
@@ -326,6 +332,10 @@ class Scheduler:
                 f"the row has {request.num_tokens} tokens and may grow to {longest}, more than the whole "
                 "cache holds; shorten the prompt, lower max_tokens, or give the cache more memory",
             )
+
+    def _most_tokens(self, request: Request) -> int:
+        """Most tokens that are computed for a request: an answer's last token is not."""
+        return self.config.max_model_len - request.generates
 
     def _extend_running(self, step: _Step) -> None:
         for request in list(self.running.values()):
@@ -353,7 +363,7 @@ class Scheduler:
 
     def _num_to_compute(self, request: Request) -> int:
         missing = request.num_tokens - request.num_computed_tokens
-        if missing < 1 or request.num_tokens >= self.config.max_model_len:
+        if missing < 1 or request.num_tokens > self._most_tokens(request):
             raise EngineError(
                 f"request {request.request_id} has {request.num_tokens} tokens, {missing} of them to "
                 f"compute, and max_model_len is {self.config.max_model_len}; it should have been finished"
@@ -437,7 +447,7 @@ class Scheduler:
     def _schedule_tokens(self, step: _Step, request: Request, num_tokens: int) -> None:
         start = request.num_computed_tokens
         request.num_computed_tokens = start + num_tokens
-        samples = request.num_computed_tokens == request.num_tokens
+        samples = request.generates and request.num_computed_tokens == request.num_tokens
         block_ids = self.manager.block_ids(request)
         step.scheduled[request.request_id] = ScheduledRequest(request, start, num_tokens, samples, block_ids)
         step.budget -= num_tokens

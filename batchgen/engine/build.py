@@ -18,13 +18,14 @@ from batchgen.engine.config import EngineConfig
 from batchgen.engine.core import EngineCore
 from batchgen.engine.invariance import find_row_multiple, model_is_invariant
 from batchgen.engine.memory import MemoryPlan, available_memory, default_threads, plan_memory
+from batchgen.engine.reading import Labels
 from batchgen.engine.runner import ModelRunner
 from batchgen.models.activations import make_activations_rowwise
 from batchgen.models.loader import LoadedModel, context_length, load_model
 from batchgen.models.probe import LayerAttention, probe_model
 from batchgen.models.source import ModelSource, find_model, find_tokenizer
 from batchgen.text.tokenizer import Tokenizer
-from batchgen.types import UsageError
+from batchgen.types import Task, UsageError
 from batchgen_kernels.backend import AttentionBackend
 from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.registry import BackendError, Selection, select
@@ -81,7 +82,7 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     dtype = "float32" if config.dtype == "auto" else config.dtype
     tokenizer = tokenizer or load_tokenizer(config)
     folder = _source(config).weights_folder()
-    loaded = load_model(folder, dtype, allow_pickle=config.allow_pickle)
+    loaded = load_model(folder, dtype, allow_pickle=config.allow_pickle, task=Task(config.task))
     config = dataclasses.replace(
         config,
         dtype=dtype,
@@ -113,6 +114,7 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
         loaded.eos_token_ids,
         memory.max_model_len,
         loaded.vocab_size,
+        _labels(loaded),
     )
     return Engine(
         core=core,
@@ -123,6 +125,14 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
         facts=_facts(threads, backend, invariant, row_multiple, memory),
         notes=[*memory.table(), f"attention: {reason}", _invariance_note(config, invariant)],
     )
+
+
+def _labels(loaded: LoadedModel) -> Labels | None:
+    if loaded.task is not Task.CLASSIFY:
+        return None
+    config: Any = loaded.config
+    names = tuple(str(config.id2label[i]) for i in range(config.num_labels))
+    return Labels(names, config.problem_type)
 
 
 def _backend(config: EngineConfig, layers: list[LayerAttention], dtype: torch.dtype) -> Selection:

@@ -13,6 +13,9 @@ class EngineConfig:
         model: hub id, folder or GGUF file.
         tokenizer: folder or hub id of another tokenizer.
         revision: branch, tag or commit of a hub id.
+        task: decides with which head the model is loaded: one for the next token (`generate`,
+            `loglikelihood`, `perplexity`; such a model can embed too), none (`embed`), or one for classes
+            (`classify`).
         allow_pickle: whether weights may be `.bin` files.
         dtype: `auto` (float32 on the CPU), `float32`, `bfloat16` or `float16`.
         max_model_len: longest prompt plus output, in tokens.
@@ -32,6 +35,7 @@ class EngineConfig:
     model: str
     tokenizer: str | None = None
     revision: str | None = None
+    task: str = "generate"
     allow_pickle: bool = False
     dtype: str = "auto"
     max_model_len: int | None = None

@@ -10,13 +10,15 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from batchgen.core.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
+from batchgen.engine.inputs import round_up
 from batchgen.engine.isolation import Isolation, StepFailed, error_of_row, is_of_a_row, out_of_memory
 from batchgen.engine.phases import Phases
+from batchgen.engine.reading import Labels, Reader, Reading, read_step
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.step_budget import StepBudget
 from batchgen.sampling.sampler import SamplingRow, finite_rows, sample
@@ -31,6 +33,7 @@ from batchgen.types import (
     RowFailure,
     Sample,
     SamplingParams,
+    Task,
 )
 
 MAX_RULES = 1024
@@ -39,21 +42,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Live:
-    """A request in flight with its stop conditions and what was already reported of its output."""
+    """A request in flight with its stop conditions and what was already reported of its output.
+
+    `past` are the requests that it follows.
+    """
 
     request: Request
     checker: StopChecker
     reported: int
     phases: Phases
+    reader: Reader
+    past: list[Request] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampled:
-    """What a step has sampled: a token for each of `requests`; of `nonfinite` the logits are not finite."""
+class _Computed:
+    """What a step has yielded: a sampled token for each of `requests`, and readings for tasks.
+
+    Of `nonfinite` logits or hidden states are not finite, at the given position.
+    """
 
     requests: list[Request]
     tokens: list[int]
-    nonfinite: list[Request]
+    readings: list[Reading]
+    nonfinite: list[tuple[Request, int]]
 
 
 @dataclass(slots=True)
@@ -75,6 +87,7 @@ class EngineCore:
         eos_token_ids: ids that end a sequence.
         max_model_len: longest prompt plus output, in tokens.
         vocab_size: token ids that the model knows are below it.
+        labels: of a model that classifies.
     """
 
     def __init__(
@@ -85,6 +98,7 @@ class EngineCore:
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         vocab_size: int,
+        labels: Labels | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -92,6 +106,7 @@ class EngineCore:
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self.labels = labels
         self.counters = EngineCounters()
         self.on_step: Callable[[list[int]], None] | None = None
         """Called with the requests of a step before it is computed."""
@@ -115,7 +130,7 @@ class EngineCore:
             None, or the output at once: an error row that can never fit, or a request whose earlier
             tokens already end it.
         """
-        strange = max(request.prompt_token_ids + request.output_token_ids)
+        strange = max(_ids(request))
         if strange >= self.vocab_size:
             return self._refused(
                 request,
@@ -127,9 +142,15 @@ class EngineCore:
             )
         # No room at all is the scheduler's to refuse.
         room = max(1, self.max_model_len - len(request.prompt_token_ids))
-        checker = StopChecker(self._rules(request.sampling), min(request.sampling.max_tokens, room))
+        most = min(request.sampling.max_tokens, room)
+        checker = StopChecker(self._rules(request.sampling), most)
         request.sampling = _clip(request.sampling, room)
         finished = checker.prime(request.output_token_ids)
+        if finished is not None and request.scoring is not None:
+            # Its prompt is to be scored all the same, after which the last token is sampled again.
+            del request.output_token_ids[checker.num_tokens - 1 :]
+            checker = StopChecker(checker.rules, most)
+            finished = checker.prime(request.output_token_ids)
         if finished is not None:
             # In a dialogue, what comes behind the end of this answer belongs to the next.
             del request.output_token_ids[checker.num_tokens :]
@@ -139,7 +160,8 @@ class EngineCore:
         except RowFailure as failure:
             return self._refused(request, failure.error)
         reported = len(request.output_token_ids)
-        self._live[request.request_id] = _Live(request, checker, reported, Phases(time.monotonic()))
+        phases = Phases(time.monotonic())
+        self._live[request.request_id] = _Live(request, checker, reported, phases, Reader(request))
         return None
 
     def step(self) -> list[Output]:
@@ -154,7 +176,7 @@ class EngineCore:
         if self._isolation.active:
             self._isolation.prepare()
         try:
-            planned, sampled = self._execute()
+            planned, computed = self._execute()
         except StepFailed as failure:
             if not is_of_a_row(failure.error):
                 raise failure.error from None
@@ -164,7 +186,7 @@ class EngineCore:
         self._note_started(planned, now)
         self.counters.steps += 1
         self.counters.computed += planned.total_tokens
-        outputs = self._finalize(planned, sampled)
+        outputs = self._finalize(planned, computed)
         if self._isolation.active:
             self._isolation.succeeded(self.scheduler.requests)
             outputs += self._settle()
@@ -183,16 +205,17 @@ class EngineCore:
             if live is not None:
                 live.phases.step_began(now)
 
-    def _execute(self) -> tuple[SchedulerOutput, _Sampled]:
-        """Schedule, compute and sample one step; in smaller pieces where memory does not suffice."""
+    def _execute(self) -> tuple[SchedulerOutput, _Computed]:
+        """Schedule, compute, sample and read one step; in smaller pieces where memory does not suffice."""
         while True:
             planned = self.scheduler.schedule(self._budget.tokens)
             if self.on_step is not None:
                 self.on_step([s.request.request_id for s in planned.scheduled])
             try:
-                sampled = self._sample(planned, self.runner.execute(planned))
+                logits = self.runner.execute(planned)
+                computed = self._sample(planned, logits, self._read(planned))
                 self._budget.sufficed()
-                return planned, sampled
+                return planned, computed
             except BaseException as error:
                 self.scheduler.rollback(planned)
                 if not isinstance(error, Exception):
@@ -239,35 +262,82 @@ class EngineCore:
         self._live.clear()
         self.runner.close()
 
-    def _sample(self, planned: SchedulerOutput, logits: torch.Tensor) -> _Sampled:
+    def _read(self, planned: SchedulerOutput) -> list[Reading]:
+        if not any(s.request.scoring or s.request.pooling for s in planned.scheduled):
+            return []
+        # No more logits at once than sampling has.
+        most_rows = round_up(self.scheduler.config.max_num_seqs, self.runner.row_multiple)
+        return read_step(planned, self.runner.hidden, self.runner.head, most_rows)
+
+    def _sample(self, planned: SchedulerOutput, logits: torch.Tensor, readings: list[Reading]) -> _Computed:
         samplers = [s for s in planned.scheduled if s.samples]
         finite = finite_rows(logits).tolist()
         healthy = [s for s, ok in zip(samplers, finite, strict=True) if ok]
         if not all(finite):
             logits = logits[torch.tensor(finite)]
         tokens = sample(logits, [self._sampling_row(s) for s in healthy]) if healthy else []
-        bad = [s.request for s, ok in zip(samplers, finite, strict=True) if not ok]
-        return _Sampled([s.request for s in healthy], tokens, bad)
+        bad = [(s.request, s.request.num_tokens) for s, ok in zip(samplers, finite, strict=True) if not ok]
+        bad += [(r.request, r.nonfinite) for r in readings if r.nonfinite is not None]
+        return _Computed([s.request for s in healthy], tokens, readings, bad)
 
-    def _finalize(self, planned: SchedulerOutput, sampled: _Sampled) -> list[Output]:
-        outputs = [self._nonfinite(request) for request in sampled.nonfinite]
-        tokens = {r.request_id: t for r, t in zip(sampled.requests, sampled.tokens, strict=True)}
+    def _finalize(self, planned: SchedulerOutput, computed: _Computed) -> list[Output]:
+        nonfinite = {request.request_id: (request, position) for request, position in computed.nonfinite}
+        outputs = [self._nonfinite(request, position) for request, position in nonfinite.values()]
+        tokens = {r.request_id: t for r, t in zip(computed.requests, computed.tokens, strict=True)}
         self.scheduler.update(planned, tokens)
         now = time.monotonic()
-        for request in sampled.requests:
-            # Whoever shared blocks with a poisoned request was preempted, its token dropped.
+        # Whoever shared blocks with a poisoned request was preempted, and what it was to get is dropped.
+        for reading in computed.readings:
+            if reading.request.state is RequestState.RUNNING:
+                outputs += self._caught(reading.request, self._take(reading))
+        for request in computed.requests:
             if request.state is RequestState.RUNNING:
                 self.counters.sampled += 1
                 self._live[request.request_id].phases.has_token(now)
-                outputs += self._stopped(request)
+                outputs += self._caught(request, self._check_stop(request))
         return outputs
 
-    def _stopped(self, request: Request) -> list[Output]:
+    def _caught(self, request: Request, outputs: Iterator[Output]) -> list[Output]:
+        """The outputs of one request; whatever is raised on the way becomes its error."""
         try:
-            return list(self._check_stop(request))
+            return list(outputs)
         except Exception as error:
-            logger.exception("the stop conditions of request %d failed", request.request_id)
+            logger.exception("what a step yielded for request %d failed", request.request_id)
             return [self.fail(request.request_id, error_of_row(error))]
+
+    def _take(self, reading: Reading) -> Iterator[Output]:
+        """Keep what was read; ends a request that does not generate once its prompt is through."""
+        request = reading.request
+        live = self._live[request.request_id]
+        live.reader.take(reading)
+        if request.generates or request.num_computed_tokens < request.num_tokens:
+            return
+        self.scheduler.finish(request.request_id)
+        if request.following:
+            live.past.append(request)
+            live.request = dataclasses.replace(request.following[0], following=request.following[1:])
+            self.scheduler.add(live.request, ahead=True)
+            return
+        output = self._result(live)
+        del self._live[request.request_id]
+        live.phases.describe(output, time.monotonic())
+        yield output
+
+    def _result(self, live: _Live) -> Output:
+        """The output of a request that does not generate."""
+        request, reader = live.request, live.reader
+        output = self._counts(request)
+        output.scores = reader.scores
+        for earlier in live.past:
+            output.prompt_tokens += len(earlier.prompt_token_ids)
+            output.cached_tokens += earlier.num_cached_tokens
+            output.preemptions += earlier.num_preemptions
+        if request.task is Task.EMBED:
+            output.embedding = reader.embedding()
+        elif request.task is Task.CLASSIFY and self.labels is not None:
+            logits = self.runner.head(torch.from_numpy(reader.vector).unsqueeze(0))[0]
+            output.classification = self.labels.classify(logits)
+        return output
 
     def _rules(self, sampling: SamplingParams) -> StopRules:
         """Stop rules are costly to make and the same for nearly all rows of a job."""
@@ -290,20 +360,21 @@ class EngineCore:
             self.scheduler.finish(request.request_id)
             live = self._live.pop(request.request_id)
             output = self._output(request, finished)
+            output.scores = live.reader.scores
             live.phases.describe(output, time.monotonic())
             yield output
 
-    def _nonfinite(self, request: Request) -> Output:
-        """A row whose logits are not finite is an error row; nothing of it may be shared."""
+    def _nonfinite(self, request: Request, position: int) -> Output:
+        """A row whose logits or hidden states are not finite is an error row; nothing of it may be shared."""
         # What it took from the cache at first was computed, and found finite, by others.
         self.scheduler.poison(request.request_id, request.num_cached_tokens)
         del self._live[request.request_id]
-        position = request.num_tokens
+        what = "logits" if request.pooling is None else "hidden states"
         return self._refused(
             request,
             RowError(
                 ErrorClass.NONFINITE,
-                f"the model's logits at position {position} are not finite; "
+                f"the model's {what} at position {position} are not finite; "
                 "try model.dtype: float32, or check the weights",
             ),
         )
@@ -312,9 +383,13 @@ class EngineCore:
         return Output(request.request_id, prompt_tokens=len(request.prompt_token_ids), error=error)
 
     def _output(self, request: Request, finished: Finish) -> Output:
+        output = self._counts(request)
+        output.samples = (Sample(finished.token_ids, finished.text, finished.reason, finished.stop_reason),)
+        return output
+
+    def _counts(self, request: Request) -> Output:
         return Output(
             request_id=request.request_id,
-            samples=(Sample(finished.token_ids, finished.text, finished.reason, finished.stop_reason),),
             prompt_tokens=len(request.prompt_token_ids),
             completion_tokens=len(request.output_token_ids),
             truncated_tokens=request.truncated_tokens,
@@ -322,6 +397,14 @@ class EngineCore:
             preemptions=request.num_preemptions,
             control_tokens=request.control_tokens,
         )
+
+
+def _ids(request: Request) -> Iterator[int]:
+    """Every token id that a request names."""
+    for one in (request, *request.following):
+        yield from one.prompt_token_ids
+        yield from one.output_token_ids
+        yield from () if one.scoring is None else one.scoring.targets
 
 
 def _clip(sampling: SamplingParams, room: int) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Run one step of the model: pack, forward, logits of the rows that sample.
+"""Run one step of the model: pack, forward, logits of the rows that sample, and of others when asked.
 
 `ModelRunner` owns the KV cache tensors of all layers. It knows nothing of queues or stop
 conditions; `EngineCore` calls it once a step.
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from batchgen.core.scheduler import SchedulerOutput
-from batchgen.engine.inputs import PackedStep, pack_step
+from batchgen.engine.inputs import PackedStep, pack_step, round_up
 from batchgen.models.forward_context import forward_context
 from batchgen.models.loader import LoadedModel
+from batchgen.models.parts import ModelParts
 from batchgen.models.probe import LayerAttention
 from batchgen_kernels.backend import AttentionBackend, KVCache
 from batchgen_kernels.metadata import AttentionMetadata
@@ -64,7 +65,7 @@ class ModelRunner:
         block_size: int,
         row_multiple: int,
     ) -> None:
-        self.model = loaded.model
+        self.parts = ModelParts(loaded.model, loaded.task)
         self.layers = layers
         self.backend = backend
         self.block_size = block_size
@@ -93,17 +94,23 @@ class ModelRunner:
     def forward(self, step: PackedStep) -> torch.Tensor:
         """One packed forward pass; see `execute` for the result."""
         with forward_context(_StepContext(self, step.metadata)):
-            result = self.model(
-                input_ids=step.input_ids,
-                position_ids=step.position_ids,
-                use_cache=False,
-                logits_to_keep=step.logits_rows,
-            )
-        logits: torch.Tensor = result.logits[0]
+            logits = self.parts.forward(step.input_ids, step.position_ids, step.logits_rows)
         return logits[: len(step.samplers)].float()
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """`(T, H)` hidden states after the final norm, of the latest step: one request after the other."""
+        return self.parts.hidden
+
+    @torch.inference_mode()
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`(R, V)` float32 logits of `(R, H)` hidden states."""
+        missing = round_up(len(hidden), self.row_multiple) - len(hidden)
+        padded = torch.cat([hidden, hidden[:1].expand(missing, -1)]) if missing else hidden
+        return self.parts.head(padded)[: len(hidden)].float()
 
     def close(self) -> None:
         """Give the memory of the KV cache back, and that of the weights if nobody else holds the model."""
         self.caches.clear()
-        del self.model
+        self.parts.close()
         self.pages.clear()

@@ -1,4 +1,4 @@
-"""Load a causal language model so that its attention runs on our cache.
+"""Load a language model so that its attention runs on our cache.
 
 Called by the engine worker and by `LLM`. Models are transformers' own definitions; only their
 attention function is ours.
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -22,19 +24,24 @@ from transformers import (
 
 from batchgen.models.attention import ATTENTION_NAME, register_attention
 from batchgen.models.source import CONTEXT_LENGTHS
-from batchgen.types import UsageError
+from batchgen.types import Task, UsageError
 
+_LOADERS: dict[Task, Any] = {
+    Task.EMBED: AutoModel,
+    Task.CLASSIFY: AutoModelForSequenceClassification,
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in evaluation mode, with what its files say about generation."""
+    """A model in evaluation mode, with the head for a task, and what its files say about generation."""
 
     model: PreTrainedModel
     generation_config: GenerationConfig
     dtype: torch.dtype
+    task: Task = Task.GENERATE
 
     @property
     def config(self) -> PretrainedConfig:
@@ -97,22 +104,26 @@ def load_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def load_model(folder: Path, dtype: str = "float32", *, allow_pickle: bool = False) -> LoadedModel:
+def load_model(
+    folder: Path, dtype: str = "float32", *, allow_pickle: bool = False, task: Task = Task.GENERATE
+) -> LoadedModel:
     """Load weights for inference on the CPU.
 
     Args:
         folder: as `ModelSource.weights_folder` gives it.
         dtype: `float32`, `bfloat16` or `float16`.
         allow_pickle: load `.bin` files where there are no safetensors; only tensors are read of them.
+        task: `embed` leaves the head out, `classify` wants one for sequence classification, and all others
+            one for the next token.
 
     Raises:
         UsageError: no safetensors weights, weights that do not belong to the configuration, or no
-            causal language model.
+            language model with the head that the task needs.
     """
     register_attention()
     load_config(folder)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _LOADERS.get(task, AutoModelForCausalLM).from_pretrained(
             folder,
             dtype=DTYPES[dtype],
             attn_implementation=ATTENTION_NAME,
@@ -142,4 +153,6 @@ def load_model(folder: Path, dtype: str = "float32", *, allow_pickle: bool = Fal
     if info["unexpected_keys"]:
         logger.warning("%d weights of %s are not used by the model", len(info["unexpected_keys"]), folder)
     model.eval()
-    return LoadedModel(model, model.generation_config, DTYPES[dtype])
+    # A model without a next-token head has none.
+    generation_config = getattr(model, "generation_config", None) or GenerationConfig()  # type: ignore[no-untyped-call]
+    return LoadedModel(model, generation_config, DTYPES[dtype], task)

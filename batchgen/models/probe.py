@@ -7,6 +7,7 @@ list of supported models: whatever passes the probe runs.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +144,12 @@ def _refuse_rope(config: PretrainedConfig, max_model_len: int) -> None:
             )
 
 
+def _one_row_of_logits(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The argument that asks for few logits, of a model that makes next-token logits."""
+    takes = inspect.signature(model.forward).parameters
+    return {"logits_to_keep": torch.tensor([0])} if "logits_to_keep" in takes else {}
+
+
 def probe_model(model: PreTrainedModel, max_model_len: int) -> list[LayerAttention]:
     """Run `PROBE_TOKENS` tokens and return what each layer's attention needs, in layer order.
 
@@ -156,7 +163,7 @@ def probe_model(model: PreTrainedModel, max_model_len: int) -> list[LayerAttenti
     positions = torch.arange(PROBE_TOKENS).unsqueeze(0)
     try:
         with torch.inference_mode(), forward_context(recorder):
-            model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=torch.tensor([0]))
+            model(input_ids=ids, position_ids=positions, use_cache=False, **_one_row_of_logits(model))
     except UsageError:
         raise
     except Exception as error:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from batchgen.core.block import KVCacheBlock
 from batchgen.core.kv_spec import KVCacheConfig, KVCacheSpec, group_layers
 from batchgen.core.scheduler import ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
-from batchgen.types import Request, RowFailure, SamplingParams
+from batchgen.types import Request, RequestState, RowFailure, SamplingParams, Scoring
 
 BAD = ("not finite", -1, -1)
 VOCABULARY = 3
@@ -95,11 +95,17 @@ class Sim:
         resumed: int = 0,
         priority: int = 0,
         salt: int = 0,
+        needed: int | None = None,
     ) -> Request | None:
-        """A prompt that shares its first `shared` tokens with an earlier one; `None` if it was refused."""
+        """A prompt that shares its first `shared` tokens with an earlier one; `None` if it was refused.
+
+        The logits after all its positions from `needed` on are read, as those of a task are.
+        """
         prompt = self.history[source % len(self.history)][:shared] + tail
         max_tokens = self._clip(max_tokens, prompt)
         request = Request(self._new_id(), prompt, SamplingParams(max_tokens=max_tokens), priority=priority)
+        if needed is not None and needed < len(prompt):
+            request.scoring = Scoring(needed, tuple(prompt[needed + 1 :]) or (0,))
         if salt:
             request.cache_keys = ((0, ("salt", salt)),)
         self._expect(request, min(length, max_tokens), salt)
@@ -326,12 +332,17 @@ class Sim:
 
     def _finish_done(self, output: SchedulerOutput) -> None:
         for scheduled in output.scheduled:
+            request, stop = scheduled.request, scheduled.start + scheduled.num_tokens
+            if request.state is RequestState.RUNNING:
+                request.num_read += len(request.reads(scheduled.start, stop))
             expected = self.expected.get(scheduled.request.request_id)
             if expected is None:
                 continue
             got = scheduled.request.output_token_ids
             assert got == expected.stream[: len(got)], "a wrong token"
             if len(got) == expected.target:
+                wanted = 0 if request.scoring is None else len(request.scoring.targets)
+                assert request.num_read == wanted, "a position was not read, or twice"
                 self.scheduler.finish(scheduled.request.request_id)
                 del self.expected[scheduled.request.request_id]
                 self.finished += 1
@@ -392,7 +403,7 @@ class Sim:
             digests = self._digests(s.request)
             if s.request.request_id not in before:
                 longest = 0
-                limit = s.request.num_tokens - 1
+                limit = s.request.first_needed
                 while longest + size <= limit and digests[longest + size] in self.known:
                     longest += size
                 assert s.start <= longest, f"a hit of {s.start} tokens where {longest} were ever computed"

@@ -36,6 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         resumed=st.sampled_from([0, 0, 0, 2, 5]),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         salt=st.sampled_from([0, 0, 0, 1]),
+        needed=st.sampled_from([None, None, None, 0, 3, 9]),
         count=st.integers(1, 3),
     )
     def add(self, count, **kwargs):
