@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from batchgen.core.kv_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from batchgen.core.kv_spec import KVCacheConfig
 from batchgen.core.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from batchgen.engine.build import Engine, build_engine
 from batchgen.engine.config import EngineConfig
@@ -23,16 +23,17 @@ def make_engine(folder: Path, **settings: object) -> Engine:
     return build_engine(EngineConfig(model=str(folder), **{**defaults, **settings}))  # type: ignore[arg-type]
 
 
-def small_pool(engine_folder: Path, tokens: int, block_size: int = 16, **settings: object) -> Engine:
+def pool_blocks(engine: Engine, tokens: int) -> int:
+    """Blocks, the null block included, that hold `tokens` tokens if no window lets go of any."""
+    return -(-tokens // engine.core.runner.block_size) * len(engine.core.runner.layout.groups) + 1
+
+
+def small_pool(engine_folder: Path, tokens: int, **settings: object) -> Engine:
     """An engine whose pool holds `tokens` tokens and no more."""
-    probe = make_engine(engine_folder, block_size=block_size, **settings)
-    blocks = tokens // block_size + 1
-    per_block = sum(
-        probe.core.runner.backend.bytes_per_block(layer.spec, block_size, torch.float32)
-        for layer in probe.core.runner.layers
-    )
+    probe = make_engine(engine_folder, **settings)
+    memory = pool_blocks(probe, tokens) * probe.core.runner.layout.block_bytes
     probe.core.close()
-    return make_engine(engine_folder, block_size=block_size, kv_cache_memory=blocks * per_block, **settings)
+    return make_engine(engine_folder, kv_cache_memory=memory, **settings)
 
 
 def reschedule(engine: Engine, tokens: int, **settings: Any) -> Engine:
@@ -41,13 +42,10 @@ def reschedule(engine: Engine, tokens: int, **settings: Any) -> Engine:
     What earlier schedules left in the cache stays there: nobody may read it.
     """
     core = engine.core
-    spec = engine.loaded.config
     config = SchedulerConfig(**{"max_model_len": core.max_model_len, "debug_checks": True, **settings})
-    size = core.runner.block_size
-    group = KVCacheGroup(KVCacheSpec(1, 1, 1, "float32"), tuple(range(spec.num_hidden_layers)))
-    blocks = tokens // size + 1
-    assert blocks <= core.runner.caches[0].num_blocks
-    scheduler = Scheduler(config, KVCacheConfig(blocks, size, (group,)))
+    blocks = pool_blocks(engine, tokens)
+    assert blocks <= core.runner.kv.caches[0].num_blocks
+    scheduler = Scheduler(config, KVCacheConfig(blocks, core.runner.block_size, core.runner.layout.groups))
     fresh = EngineCore(
         core.runner, scheduler, core.tokenizer, core.eos_token_ids, core.max_model_len, core.vocab_size
     )

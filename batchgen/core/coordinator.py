@@ -23,9 +23,9 @@ class KVCacheCoordinator:
     def __init__(self, config: KVCacheConfig, pool: BlockPool, max_chunk: int) -> None:
         self.block_size = config.block_size
         self.pool = pool
-        self.slides = any(group.spec.sliding_window is not None for group in config.groups)
+        self.slides = any(group.sliding_window is not None for group in config.groups)
         self.managers = tuple(
-            make_manager(i, group.spec, config.block_size, pool, max_chunk)
+            make_manager(i, group, config.block_size, pool, max_chunk)
             for i, group in enumerate(config.groups)
         )
 

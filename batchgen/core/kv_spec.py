@@ -1,40 +1,62 @@
-"""What the layers of a model keep in the cache, and how the cache is divided. Built by the engine."""
+"""What the layers of a model keep in the cache, and which of them share block tables. Built by the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+def peak_blocks(window: int | None, num_tokens: int, block_size: int, max_chunk: int) -> int:
+    """Most blocks that a sequence holds at once while its first `num_tokens` are computed.
+
+    Args:
+        window: keys that a query sees, its own included; `None` sees all, and so needs all blocks.
+        num_tokens: of the sequence.
+        block_size: tokens in a block.
+        max_chunk: most tokens computed in one step.
+    """
+    blocks = -(-num_tokens // block_size)
+    if window is None:
+        return blocks
+    # The window before a chunk and the chunk, neither of them aligned to blocks.
+    return min(blocks, -(-(window + max_chunk - 2) // block_size) + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What one layer keeps per token.
+    """What one layer keeps of a sequence.
 
     Args:
-        num_kv_heads: heads of keys and values.
-        head_size: elements of one key.
-        v_head_size: elements of one value.
-        dtype: of the stored elements, by torch's name ("float32").
+        page_bytes: bytes of its keys and values in one block, padding included.
         sliding_window: keys that a query sees, its own included; `None` sees all.
+        source: an earlier layer whose keys and values it reads; it keeps none then.
     """
 
-    num_kv_heads: int
-    head_size: int
-    v_head_size: int
-    dtype: str
+    page_bytes: int
     sliding_window: int | None = None
+    source: int | None = None
 
     def __post_init__(self) -> None:
+        if self.page_bytes < 1:
+            raise ValueError(f"page_bytes: {self.page_bytes} is not allowed; use 1 or more")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window: {self.sliding_window} is not allowed; use 1 or more, or None")
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers that share one block table per request: `layers` are their indices in the model."""
+    """Layers that share one block table per request.
 
-    spec: KVCacheSpec
+    Args:
+        sliding_window: how far back any of them looks; `None` is to the start.
+        layers: their indices in the model, without those that read another layer's keys and values.
+    """
+
+    sliding_window: int | None
     layers: tuple[int, ...]
+
+    def peak_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
+        """See `peak_blocks`."""
+        return peak_blocks(self.sliding_window, num_tokens, block_size, max_chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +79,3 @@ class KVCacheConfig:
                 raise ValueError(f"{name}: {value} is not allowed; use {least} or more")
         if not self.groups:
             raise ValueError("groups: () is not allowed; give at least one group of layers")
-
-
-def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Layers of equal spec form a group; groups are in order of their first layer."""
-    layers: dict[KVCacheSpec, list[int]] = {}
-    for layer, spec in enumerate(specs):
-        layers.setdefault(spec, []).append(layer)
-    return tuple(KVCacheGroup(spec, tuple(indices)) for spec, indices in layers.items())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from batchgen.core.block import KVCacheBlock
 from batchgen.core.block_hash import BlockHash, BlockKey, block_key
 from batchgen.core.block_pool import BlockPool
-from batchgen.core.kv_spec import KVCacheSpec
+from batchgen.core.kv_spec import KVCacheGroup
 
 
 @dataclass(slots=True)
@@ -51,16 +51,17 @@ class SingleTypeKVCacheManager(ABC):
 
     Args:
         group_id: index of the group; part of every block's key.
+        group: how far back its layers look.
         block_size: tokens in a block.
         pool: shared with the other groups.
         max_chunk: most tokens that one request computes in one step.
     """
 
     def __init__(
-        self, group_id: int, spec: KVCacheSpec, block_size: int, pool: BlockPool, max_chunk: int
+        self, group_id: int, group: KVCacheGroup, block_size: int, pool: BlockPool, max_chunk: int
     ) -> None:
         self.group_id = group_id
-        self.spec = spec
+        self.group = group
         self.block_size = block_size
         self.pool = pool
         self.max_chunk = max_chunk
@@ -77,9 +78,9 @@ class SingleTypeKVCacheManager(ABC):
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         """Leading blocks that no query from position `num_computed_tokens` on reads."""
 
-    @abstractmethod
     def peak_blocks(self, num_tokens: int) -> int:
         """Most blocks that a sequence holds at once while its first `num_tokens` are computed."""
+        return self.group.peak_blocks(num_tokens, self.block_size, self.max_chunk)
 
     def num_missing_blocks(self, request_id: int, num_tokens: int) -> int:
         """Most blocks that a request takes, beyond those it holds, on its way to `num_tokens`."""
@@ -210,19 +211,16 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return 0
 
-    def peak_blocks(self, num_tokens: int) -> int:
-        return self._blocks(num_tokens)
-
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
     """A query reads its own position and the `sliding_window - 1` before it."""
 
     def __init__(
-        self, group_id: int, spec: KVCacheSpec, block_size: int, pool: BlockPool, max_chunk: int
+        self, group_id: int, group: KVCacheGroup, block_size: int, pool: BlockPool, max_chunk: int
     ) -> None:
-        super().__init__(group_id, spec, block_size, pool, max_chunk)
-        assert spec.sliding_window is not None
-        self.window = spec.sliding_window
+        super().__init__(group_id, group, block_size, pool, max_chunk)
+        assert group.sliding_window is not None
+        self.window = group.sliding_window
 
     def find_longest_hit(self, hashes: Sequence[BlockHash], max_blocks: int) -> list[KVCacheBlock]:
         """From the right: the last place with as many cached blocks in a row as the next query reads.
@@ -245,10 +243,6 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.window + 1) // self.block_size
 
-    def peak_blocks(self, num_tokens: int) -> int:
-        # The window before a chunk and the chunk, neither of them aligned to blocks.
-        return min(self._blocks(num_tokens), self._blocks(self.window - 1 + self.max_chunk) + 1)
-
     def tainted_keys(self, hashes: Sequence[BlockHash], first: int) -> set[BlockKey]:
         """All of the group: chains have gaps here, so what descends from a block cannot be told."""
         return {key for key, _ in self.named_blocks()}
@@ -259,8 +253,8 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
 
 
 def make_manager(
-    group_id: int, spec: KVCacheSpec, block_size: int, pool: BlockPool, max_chunk: int
+    group_id: int, group: KVCacheGroup, block_size: int, pool: BlockPool, max_chunk: int
 ) -> SingleTypeKVCacheManager:
     """The manager for a group's kind of attention."""
-    kind = FullAttentionManager if spec.sliding_window is None else SlidingWindowManager
-    return kind(group_id, spec, block_size, pool, max_chunk)
+    kind = FullAttentionManager if group.sliding_window is None else SlidingWindowManager
+    return kind(group_id, group, block_size, pool, max_chunk)

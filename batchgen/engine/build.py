@@ -12,12 +12,19 @@ import torch
 import transformers
 
 import batchgen
-from batchgen.core.kv_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from batchgen.core.kv_spec import KVCacheConfig
 from batchgen.core.scheduler import Scheduler, SchedulerConfig
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.core import EngineCore
 from batchgen.engine.invariance import find_row_multiple, model_is_invariant
-from batchgen.engine.memory import MemoryPlan, available_memory, default_threads, plan_memory
+from batchgen.engine.kv_memory import plan_kv_layout
+from batchgen.engine.memory import (
+    CacheShape,
+    MemoryPlan,
+    available_memory,
+    default_threads,
+    plan_memory,
+)
 from batchgen.engine.reading import Labels
 from batchgen.engine.runner import ModelRunner
 from batchgen.models.activations import make_activations_rowwise
@@ -97,19 +104,24 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     memory = _memory(config, loaded, layers, backend)
     if config.max_model_len is None:
         layers = probe_model(loaded.model, memory.max_model_len)
+    layout = memory.shape.layout
     row_multiple = _row_multiple(config, loaded)
     runner = ModelRunner(
         loaded,
         layers,
         backend,
+        layout,
         num_blocks=memory.num_blocks,
-        block_size=memory.block_size,
+        block_size=memory.shape.block_size,
         row_multiple=row_multiple or 1,
     )
     invariant = row_multiple is not None and model_is_invariant(runner, loaded.vocab_size, memory.num_blocks)
     core = EngineCore(
         runner,
-        Scheduler(_scheduler_config(config, memory), _kv_config(layers, memory)),
+        Scheduler(
+            _scheduler_config(config, memory),
+            KVCacheConfig(memory.num_blocks, memory.shape.block_size, layout.groups),
+        ),
         tokenizer,
         loaded.eos_token_ids,
         memory.max_model_len,
@@ -155,12 +167,20 @@ def _memory(
     config: EngineConfig, loaded: LoadedModel, layers: list[LayerAttention], backend: AttentionBackend
 ) -> MemoryPlan:
     assert config.block_size is not None
+    assert config.max_num_batched_tokens is not None
     assert config.max_num_seqs is not None
-    size = config.block_size
+    context = context_length(loaded.config)
+    layout = plan_kv_layout(
+        layers,
+        backend,
+        loaded.dtype,
+        block_size=config.block_size,
+        max_chunk=config.max_num_batched_tokens,
+        max_tokens=config.max_model_len or context,
+    )
     return plan_memory(
-        bytes_per_block=sum(backend.bytes_per_block(layer.spec, size, loaded.dtype) for layer in layers),
-        block_size=size,
-        context=context_length(loaded.config),
+        shape=CacheShape(layout, config.block_size, config.max_num_batched_tokens),
+        context=context,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         kv_cache_memory=config.kv_cache_memory,
@@ -203,18 +223,6 @@ def _scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConf
         prefix_caching=config.prefix_caching,
         debug_checks=config.debug_checks,
     )
-
-
-def _kv_config(layers: list[LayerAttention], memory: MemoryPlan) -> KVCacheConfig:
-    """One group for all layers: a window is the kernel's mask, its blocks are kept like all others."""
-    spec = KVCacheSpec(
-        num_kv_heads=layers[0].spec.num_kv_heads,
-        head_size=layers[0].spec.head_size,
-        v_head_size=layers[0].spec.v_head_size,
-        dtype="float32",
-    )
-    group = KVCacheGroup(spec, tuple(range(len(layers))))
-    return KVCacheConfig(memory.num_blocks, memory.block_size, (group,))
 
 
 def _facts(

@@ -20,14 +20,14 @@ class PackedStep:
         position_ids: `(1, T)` int64, padding rows hold 0.
         logits_rows: `(R,)` int64, rows whose logits are needed; padding repeats the first; empty if none.
         samplers: the requests that sample, in the order of `logits_rows` before padding.
-        metadata: what attention needs.
+        metadata: what attention needs, per group of layers.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     logits_rows: torch.Tensor
     samplers: list[ScheduledRequest]
-    metadata: AttentionMetadata
+    metadata: tuple[AttentionMetadata, ...]
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -53,19 +53,31 @@ def pack_step(output: SchedulerOutput, block_size: int, row_multiple: int = 1) -
         rows = slice(end - s.num_tokens, end)
         ids[rows] = s.request.tokens(s.start, s.start + s.num_tokens)
         positions[rows] = np.arange(s.start, s.start + s.num_tokens)
-    metadata = AttentionMetadata.build(
-        query_lens=counts,
-        seq_lens=[s.start + s.num_tokens for s in scheduled],
-        block_tables=[s.block_ids[0][: -(-(s.start + s.num_tokens) // block_size)] for s in scheduled],
-        block_size=block_size,
-        num_rows=padded,
-    )
     return PackedStep(
         input_ids=torch.from_numpy(ids).unsqueeze(0),
         position_ids=torch.from_numpy(positions).unsqueeze(0),
         logits_rows=_logits_rows(scheduled, ends, row_multiple),
         samplers=[s for s in scheduled if s.samples],
-        metadata=metadata,
+        metadata=_metadata(scheduled, block_size, padded),
+    )
+
+
+def _metadata(
+    scheduled: list[ScheduledRequest], block_size: int, num_rows: int
+) -> tuple[AttentionMetadata, ...]:
+    query_lens = [s.num_tokens for s in scheduled]
+    seq_lens = [s.start + s.num_tokens for s in scheduled]
+    return tuple(
+        AttentionMetadata.build(
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            block_tables=[
+                ids[: -(-seq_len // block_size)] for ids, seq_len in zip(tables, seq_lens, strict=True)
+            ],
+            block_size=block_size,
+            num_rows=num_rows,
+        )
+        for tables in zip(*(s.block_ids for s in scheduled), strict=True)
     )
 
 

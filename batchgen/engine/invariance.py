@@ -83,9 +83,9 @@ def find_row_multiple(
     return None
 
 
-def _scheduled(request: Request, start: int, stop: int, blocks: list[int]) -> ScheduledRequest:
+def _scheduled(request: Request, start: int, stop: int, blocks: list[list[int]]) -> ScheduledRequest:
     return ScheduledRequest(
-        request=request, start=start, num_tokens=stop - start, samples=True, block_ids=[blocks]
+        request=request, start=start, num_tokens=stop - start, samples=True, block_ids=blocks
     )
 
 
@@ -102,17 +102,18 @@ def model_is_invariant(runner: ModelRunner, vocab_size: int, num_blocks: int) ->
 
     Uses the runner's own cache, so it must run before the first request.
     """
-    tokens = CHECKED_TOKENS
-    per_sequence = -(-tokens // runner.block_size)
-    if num_blocks < 3 * per_sequence + 1:
+    tokens, groups = CHECKED_TOKENS, len(runner.layout.groups)
+    per_group = -(-tokens // runner.block_size)
+    if num_blocks < 3 * groups * per_group + 1:
         return False
 
     def request(i: int) -> Request:
         ids = [(7 + 31 * i + 13 * t) % vocab_size for t in range(tokens)]
         return Request(request_id=i, prompt_token_ids=ids, sampling=SamplingParams(max_tokens=1))
 
-    def blocks(i: int) -> list[int]:
-        return list(range(1 + i * per_sequence, 1 + (i + 1) * per_sequence))
+    def blocks(i: int) -> list[list[int]]:
+        firsts = [1 + (i * groups + group) * per_group for group in range(groups)]
+        return [list(range(first, first + per_group)) for first in firsts]
 
     whole = _last_row(runner, [_scheduled(request(0), 0, tokens, blocks(0))])
     _last_row(runner, [_scheduled(request(0), 0, 5, blocks(1)), _scheduled(request(1), 0, 30, blocks(2))])

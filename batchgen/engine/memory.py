@@ -7,8 +7,10 @@ the start, so a job that starts does not die of it later, and resident memory do
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from dataclasses import dataclass
 
+from batchgen.core.kv_layout import KVCacheLayout
 from batchgen.types import UsageError
 
 AUTO_SHARE = 0.25
@@ -16,12 +18,55 @@ AUTO_LIMIT = 2 * 1024**3
 
 
 @dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What a sequence takes of the KV cache.
+
+    Args:
+        layout: groups of layers over one pool of blocks.
+        block_size: tokens in a block.
+        max_chunk: most tokens of a sequence computed in one step.
+    """
+
+    layout: KVCacheLayout
+    block_size: int
+    max_chunk: int
+
+    def blocks(self, num_tokens: int) -> int:
+        """Most blocks that a sequence of so many tokens holds at once."""
+        return self.layout.peak_blocks(num_tokens, self.block_size, self.max_chunk)
+
+    def longest(self, num_blocks: int, limit: int) -> int:
+        """The most tokens, up to `limit`, of a sequence that never holds more than so many blocks."""
+        return bisect_right(range(1, limit + 1), num_blocks, key=self.blocks)
+
+    def lines(self, num_tokens: int) -> list[str]:
+        """What each kind of layer keeps of a sequence, where they differ, for a person."""
+        if all(group.sliding_window is None for group in self.layout.groups):
+            return []
+        return [self._line(window, num_tokens) for window in self._kinds()]
+
+    def _kinds(self) -> list[int | None]:
+        return list(dict.fromkeys(group.sliding_window for group in self.layout.groups))
+
+    def _line(self, window: int | None, num_tokens: int) -> str:
+        ids = [i for i, group in enumerate(self.layout.groups) if group.sliding_window == window]
+        groups = [self.layout.groups[i] for i in ids]
+        layers = sum(len(group.layers) for group in groups)
+        held = sum(group.peak_blocks(num_tokens, self.block_size, self.max_chunk) for group in groups)
+        padding = sum(map(self.layout.padding, ids)) / len(ids) / self.layout.block_bytes
+        sees = "all tokens" if window is None else f"the last {window:,} tokens"
+        return (
+            f"  layers that keep {sees}: {layers} (groups: {len(ids)}), at most {held:,} blocks a sequence, "
+            f"{padding:.0%} padding"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """How many blocks the pool gets, and the figures behind it (bytes)."""
 
     num_blocks: int
-    block_size: int
-    bytes_per_block: int
+    shape: CacheShape
     max_model_len: int
     available: int
     context: int
@@ -29,14 +74,14 @@ class MemoryPlan:
 
     def table(self) -> list[str]:
         """The budget in lines for a person."""
-        size = self.num_blocks * self.bytes_per_block
-        per_token = self.bytes_per_block // self.block_size
-        tokens = (self.num_blocks - 1) * self.block_size
+        block = self.shape.layout.block_bytes
+        each = self.shape.blocks(self.max_model_len)
         return [
-            f"KV cache {size / 2**20:,.0f} MiB: {self.num_blocks:,} blocks of {self.block_size} tokens, "
-            f"{per_token / 2**10:,.1f} KiB a token, room for {tokens:,} tokens",
-            f"longest sequence {self.max_model_len:,} tokens; "
-            f"memory available {self.available / 2**20:,.0f} MiB",
+            f"KV cache {self.num_blocks * block / 2**20:,.0f} MiB: {self.num_blocks:,} blocks of "
+            f"{self.shape.block_size} tokens, {block / 2**10:,.1f} KiB a block",
+            *self.shape.lines(self.max_model_len),
+            f"longest sequence {self.max_model_len:,} tokens, which take {each:,} blocks: room for "
+            f"{(self.num_blocks - 1) / each:,.1f}; memory available {self.available / 2**20:,.0f} MiB",
             *([] if self.asked_for else self._shortened()),
         ]
 
@@ -74,8 +119,7 @@ def _cgroup_room() -> int:
 
 def plan_memory(
     *,
-    bytes_per_block: int,
-    block_size: int,
+    shape: CacheShape,
     context: int,
     max_model_len: int | None,
     max_num_seqs: int,
@@ -85,8 +129,7 @@ def plan_memory(
     """Choose the number of blocks and the longest sequence.
 
     Args:
-        bytes_per_block: of all layers together.
-        block_size: tokens in a block.
+        shape: what a sequence takes.
         context: the longest sequence the model was made for.
         max_model_len: the user's limit, or None for `context` capped by memory.
         max_num_seqs: most requests running at once.
@@ -109,28 +152,23 @@ def plan_memory(
             "available; ask for less or leave it out"
         )
     wanted_len = max_model_len or context
-
-    def blocks_for(tokens: int) -> int:
-        return -(-tokens // block_size)
-
-    needed_for_all = (max_num_seqs * blocks_for(wanted_len) + 1) * bytes_per_block
+    block_bytes = shape.layout.block_bytes
     room = kv_cache_memory or min(int(available * AUTO_SHARE), AUTO_LIMIT)
     if kv_cache_memory is None and max_model_len is not None:
-        room = min(max(room, (blocks_for(wanted_len) + 1) * bytes_per_block), int(available * 0.8))
-    num_blocks = (kv_cache_memory or min(room, needed_for_all)) // bytes_per_block
-    longest = (num_blocks - 1) * block_size
+        room = min(max(room, (shape.blocks(wanted_len) + 1) * block_bytes), int(available * 0.8))
+    needed_for_all = (max_num_seqs * shape.blocks(wanted_len) + 1) * block_bytes
+    num_blocks = (kv_cache_memory or min(room, needed_for_all)) // block_bytes
+    longest = shape.longest(num_blocks - 1, wanted_len)
     if longest < wanted_len and max_model_len is None:
         wanted_len = longest
-    if longest < wanted_len or longest < block_size:
+    least = max(wanted_len, shape.block_size)
+    if shape.blocks(least) > num_blocks - 1:
         raise UsageError(
-            f"engine.kv_cache_memory: {room:,} bytes hold {max(longest, 0):,} tokens, but one sequence of "
-            f"{max(wanted_len, block_size):,} tokens needs "
-            f"{(blocks_for(max(wanted_len, block_size)) + 1) * bytes_per_block:,}; "
+            f"engine.kv_cache_memory: {room:,} bytes hold {longest:,} tokens, but one sequence of "
+            f"{least:,} tokens needs {(shape.blocks(least) + 1) * block_bytes:,}; "
             "raise engine.kv_cache_memory or lower model.max_model_len"
         )
-    return MemoryPlan(
-        num_blocks, block_size, bytes_per_block, wanted_len, available, context, max_model_len is not None
-    )
+    return MemoryPlan(num_blocks, shape, wanted_len, available, context, max_model_len is not None)
 
 
 def default_threads() -> int:

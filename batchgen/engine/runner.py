@@ -1,6 +1,6 @@
 """Run one step of the model: pack, forward, logits of the rows that sample, and of others when asked.
 
-`ModelRunner` owns the KV cache tensors of all layers. It knows nothing of queues or stop
+`ModelRunner` owns the memory of the KV cache. It knows nothing of queues or stop
 conditions; `EngineCore` calls it once a step.
 """
 
@@ -10,20 +10,22 @@ from typing import Any
 
 import torch
 
+from batchgen.core.kv_layout import KVCacheLayout
 from batchgen.core.scheduler import SchedulerOutput
 from batchgen.engine.inputs import PackedStep, pack_step, round_up
+from batchgen.engine.kv_memory import KVMemory
 from batchgen.models.forward_context import forward_context
 from batchgen.models.loader import LoadedModel
 from batchgen.models.parts import ModelParts
 from batchgen.models.probe import LayerAttention
-from batchgen_kernels.backend import AttentionBackend, KVCache
+from batchgen_kernels.backend import AttentionBackend
 from batchgen_kernels.metadata import AttentionMetadata
 
 
 class _StepContext:
     """The forward context of one step: writes a layer's K/V, then attends."""
 
-    def __init__(self, runner: ModelRunner, metadata: AttentionMetadata) -> None:
+    def __init__(self, runner: ModelRunner, metadata: tuple[AttentionMetadata, ...]) -> None:
         self.runner = runner
         self.metadata = metadata
 
@@ -36,10 +38,11 @@ class _StepContext:
         **options: Any,
     ) -> torch.Tensor:
         index: int = module.layer_idx  # type: ignore[assignment]
-        layer, cache = self.runner.layers[index], self.runner.caches[index]
-        backend = self.runner.backend
-        backend.write(cache, key[0].transpose(0, 1), value[0].transpose(0, 1), self.metadata)
-        out = backend.attend(query[0].transpose(0, 1), cache, self.metadata, layer.spec, layer.sinks)
+        layer, cache = self.runner.layers[index], self.runner.kv.caches[index]
+        backend, metadata = self.runner.backend, self.metadata[self.runner.layout.places[index].group]
+        if layer.source is None:
+            backend.write(cache, key[0].transpose(0, 1), value[0].transpose(0, 1), metadata)
+        out = backend.attend(query[0].transpose(0, 1), cache, metadata, layer.spec, layer.sinks)
         return out.unsqueeze(0)
 
 
@@ -49,7 +52,8 @@ class ModelRunner:
     Args:
         loaded: the model.
         layers: what each layer's attention needs, from the probe.
-        backend: computes attention and owns the cache's layout.
+        backend: computes attention and knows what is in a page.
+        layout: which layers share block tables and memory.
         num_blocks: blocks in the pool, the null block included.
         block_size: tokens in a block.
         row_multiple: forward passes are padded to a multiple of this many rows.
@@ -60,6 +64,7 @@ class ModelRunner:
         loaded: LoadedModel,
         layers: list[LayerAttention],
         backend: AttentionBackend,
+        layout: KVCacheLayout,
         *,
         num_blocks: int,
         block_size: int,
@@ -70,12 +75,10 @@ class ModelRunner:
         self.backend = backend
         self.block_size = block_size
         self.row_multiple = row_multiple
-        sizes = [backend.bytes_per_block(layer.spec, block_size, loaded.dtype) for layer in layers]
-        self.pages = [torch.zeros(num_blocks, size, dtype=torch.uint8) for size in sizes]
-        self.caches: list[KVCache] = [
-            backend.view(layer.spec, pages, block_size, loaded.dtype)
-            for layer, pages in zip(layers, self.pages, strict=True)
-        ]
+        self.layout = layout
+        self.kv = KVMemory(
+            layout, layers, backend, loaded.dtype, num_blocks=num_blocks, block_size=block_size
+        )
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> torch.Tensor:
@@ -84,10 +87,7 @@ class ModelRunner:
         Returns:
             `(R, vocab)` float32 logits, a row for each scheduled request with `samples`, in order.
         """
-        if output.copies:
-            sources, targets = torch.tensor(output.copies).unbind(1)
-            for pages in self.pages:
-                pages[targets] = pages[sources]
+        self.kv.copy_blocks(output.copies)
         return self.forward(pack_step(output, self.block_size, self.row_multiple))
 
     @torch.inference_mode()
@@ -111,6 +111,5 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give the memory of the KV cache back, and that of the weights if nobody else holds the model."""
-        self.caches.clear()
+        self.kv.close()
         self.parts.close()
-        self.pages.clear()

@@ -26,10 +26,17 @@ HARMLESS_OPTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """What one layer's attention needs; `sinks` are its learned extra logits, `(num_heads,)`."""
+    """What one layer's attention needs.
+
+    Args:
+        spec: its shape and arithmetic.
+        sinks: its learned extra logits, `(num_heads,)`.
+        source: the earlier layer whose keys and values it is handed, if it has none of its own.
+    """
 
     spec: AttentionSpec
     sinks: torch.Tensor | None = None
+    source: int | None = None
 
 
 class _Recorder:
@@ -39,6 +46,8 @@ class _Recorder:
         self.config = config.get_text_config()
         self.layers: dict[int, LayerAttention] = {}
         self.calls = 0
+        # Kept until the end of the probe, so that no other tensor can come to lie where these are.
+        self._stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(
         self,
@@ -83,7 +92,19 @@ class _Recorder:
             softcap=options.get("softcap"),
             has_sinks=sinks is not None,
         )
-        return LayerAttention(spec, sinks)
+        return LayerAttention(spec, sinks, self._source(layer, key, value))
+
+    def _source(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> int | None:
+        for source, (known_key, known_value) in self._stored.items():
+            if _is_same(key, known_key) and _is_same(value, known_value):
+                return source
+        self._stored[layer] = key, value
+        return None
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are one and the same memory, read in the same way."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _refusal(reason: str) -> UsageError:

@@ -128,7 +128,7 @@ def test_what_cannot_be_is_said(folder: Path) -> None:
 def test_close_gives_weights_and_cache_back_even_while_the_object_lives(folder: Path) -> None:
     llm = bg.LLM(str(folder), max_model_len=64, kv_cache_memory=2**22)
     core = llm._core
-    held = [weakref.ref(core.runner.parts.body), weakref.ref(core.runner.caches[0].key)]
+    held = [weakref.ref(core.runner.parts.body), weakref.ref(core.runner.kv.caches[0].key)]
     stream = llm.stream(["a", "b"], bg.SamplingParams(max_tokens=2))
     next(stream)
     llm.close()

@@ -1,9 +1,10 @@
 """A whole engine around the scheduler, with a model and a cache that can tell when anything is wrong.
 
-The cache holds, per group and slot, (token, position, digest of the whole prefix). A step writes its own
-positions and then reads back every position that its queries attend to, through the block tables: a stale,
-overwritten, mis-shared or missing block does not compare equal. The next token is a function of the digest,
-so one wrong token shows in everything after it. Used by the state machines and the fault tests.
+The cache holds, per slot, ((group, token), position, digest of the whole prefix): all groups share its
+memory, as blocks of different groups do in the engine. A step writes its own positions and then reads back
+every position that its queries attend to, through the block tables: a stale, overwritten, mis-shared or
+missing block does not compare equal. The next token is a function of the digest, so one wrong token shows in
+everything after it. Used by the state machines and the fault tests.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from batchgen.core.block import KVCacheBlock
-from batchgen.core.kv_spec import KVCacheConfig, KVCacheSpec, group_layers
+from batchgen.core.kv_spec import KVCacheConfig, KVCacheGroup
 from batchgen.core.scheduler import ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
 from batchgen.types import Request, RequestState, RowFailure, SamplingParams, Scoring
 
@@ -65,7 +66,7 @@ class Sim:
 
     config: SimConfig
     scheduler: Scheduler = field(init=False)
-    stores: list[dict[int, tuple[object, int, int]]] = field(init=False)
+    memory: dict[int, tuple[object, int, int]] = field(default_factory=dict)
     expected: dict[int, Expected] = field(default_factory=dict)
     history: list[list[int]] = field(default_factory=lambda: [[]])
     known: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -76,12 +77,11 @@ class Sim:
 
     def __post_init__(self) -> None:
         c = self.config
-        specs = [KVCacheSpec(1, 8, 8, "float32", window) for window in c.windows]
+        groups = tuple(KVCacheGroup(window, (i,)) for i, window in enumerate(c.windows))
         self.scheduler = Scheduler(
             SchedulerConfig(c.max_tokens, c.max_seqs, c.max_model_len, c.caching, c.watermark),
-            KVCacheConfig(c.num_blocks, c.block_size, group_layers(specs)),
+            KVCacheConfig(c.num_blocks, c.block_size, groups),
         )
-        self.stores = [{} for _ in c.windows]
         self._watch_evictions()
 
     def add(
@@ -256,7 +256,7 @@ class Sim:
         assert all(count == 1 for count in slots.values()), "two requests write to one slot"
         for scheduled in output.scheduled:
             for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
-                self._write(scheduled, position, self._value(scheduled, position))
+                self._write(scheduled, position)
         tainted: set[int] = set()
         spreading = [bad] if bad is not None else []
         while spreading:
@@ -278,10 +278,10 @@ class Sim:
                 sampled[request.request_id] = (token + 1) % VOCABULARY if tainted_now else token
         return tainted, sampled
 
-    def _written_slots(self, scheduled: ScheduledRequest) -> list[tuple[int, int]]:
+    def _written_slots(self, scheduled: ScheduledRequest) -> list[int]:
         return [
-            (group, self._slot(scheduled, group, position))
-            for group in range(len(self.stores))
+            self._slot(scheduled, group, position)
+            for group in range(len(self.config.windows))
             for position in range(scheduled.start, scheduled.start + scheduled.num_tokens)
         ]
 
@@ -289,15 +289,17 @@ class Sim:
         size = self.config.block_size
         return scheduled.block_ids[group][position // size] * size + position % size
 
-    def _write(self, scheduled: ScheduledRequest, position: int, value: tuple[object, int, int]) -> None:
-        for group, store in enumerate(self.stores):
+    def _write(
+        self, scheduled: ScheduledRequest, position: int, value: tuple[object, int, int] | None = None
+    ) -> None:
+        for group in range(len(self.config.windows)):
             slot = self._slot(scheduled, group, position)
             assert slot >= self.config.block_size, "a write to the null block"
-            store[slot] = value
+            self.memory[slot] = value or self._value(scheduled, group, position)
 
-    def _value(self, scheduled: ScheduledRequest, position: int) -> tuple[object, int, int]:
-        request = scheduled.request
-        return request.tokens(position, position + 1)[0], position, self._digests(request)[position + 1]
+    def _value(self, scheduled: ScheduledRequest, group: int, position: int) -> tuple[object, int, int]:
+        [token] = scheduled.request.tokens(position, position + 1)
+        return (group, token), position, self._digests(scheduled.request)[position + 1]
 
     def _read_range(self, scheduled: ScheduledRequest, group: int) -> range:
         window = self.config.windows[group]
@@ -306,18 +308,18 @@ class Sim:
 
     def _reads_bad(self, scheduled: ScheduledRequest) -> bool:
         return any(
-            self.stores[group].get(self._slot(scheduled, group, position)) == BAD
-            for group in range(len(self.stores))
+            self.memory.get(self._slot(scheduled, group, position)) == BAD
+            for group in range(len(self.config.windows))
             for position in self._read_range(scheduled, group)
         )
 
     def _check_reads(self, scheduled: ScheduledRequest) -> None:
         request, size = scheduled.request, self.config.block_size
-        for group, store in enumerate(self.stores):
+        for group in range(len(self.config.windows)):
             positions = self._read_range(scheduled, group)
             for position in positions:
-                found = store.get(self._slot(scheduled, group, position))
-                wanted = self._value(scheduled, position)
+                found = self.memory.get(self._slot(scheduled, group, position))
+                wanted = self._value(scheduled, group, position)
                 assert found == wanted, f"request {request.request_id} reads {found}, not {wanted}"
             below = scheduled.block_ids[group][: positions.start // size]
             assert not any(below), "a block below the window is still held"
@@ -325,10 +327,9 @@ class Sim:
     def _copy(self, output: SchedulerOutput) -> None:
         size = self.config.block_size
         for source, destination in output.copies:
-            for store in self.stores:
-                for offset in range(size):
-                    value = store.get(source * size + offset, ("never written", -3, -3))
-                    store[destination * size + offset] = value
+            for offset in range(size):
+                value = self.memory.get(source * size + offset, ("never written", -3, -3))
+                self.memory[destination * size + offset] = value
 
     def _finish_done(self, output: SchedulerOutput) -> None:
         for scheduled in output.scheduled:
@@ -364,13 +365,16 @@ class Sim:
         if request.num_tokens >= self.config.max_model_len:
             return False
         longest = min(request.max_total_tokens, self.config.max_model_len - 1)
-        needed, size = 0, self.config.block_size
-        for window in self.config.windows:
-            blocks = -(-longest // size)
-            if window is not None:
-                blocks = min(blocks, -(-(window - 1 + self.config.max_tokens) // size) + 1)
-            needed += blocks
-        return needed <= self.config.num_blocks - 1
+        return sum(self._peak(window, longest) for window in self.config.windows) < self.config.num_blocks
+
+    def _peak(self, window: int | None, num_tokens: int) -> int:
+        """Blocks that the window before a chunk and the chunk touch, wherever they begin."""
+        size = self.config.block_size
+        blocks = -(-num_tokens // size)
+        if window is None:
+            return blocks
+        span = window - 1 + self.config.max_tokens
+        return min(blocks, max((first + span - 1) // size + 1 for first in range(size)))
 
     def _clip(self, max_tokens: int, prompt: list[int]) -> int:
         return min(max_tokens, max(1, self.config.max_model_len - len(prompt)))
@@ -393,7 +397,7 @@ class Sim:
             assert s.num_tokens >= 1
             assert s.samples == (s.start + s.num_tokens == s.request.num_tokens)
             covered = -(-(s.start + s.num_tokens) // self.config.block_size)
-            assert [len(block_ids) for block_ids in s.block_ids] == [covered] * len(self.stores)
+            assert [len(block_ids) for block_ids in s.block_ids] == [covered] * len(self.config.windows)
 
     def _check_hits(self, output: SchedulerOutput, before: set[int]) -> None:
         """Hits against all prefixes ever computed: never longer, and equal while nothing was evicted."""

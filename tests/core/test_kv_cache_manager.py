@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from batchgen.core.kv_cache_manager import KVCacheManager
-from batchgen.core.kv_spec import KVCacheConfig, KVCacheSpec, group_layers
+from batchgen.core.kv_spec import KVCacheConfig, KVCacheGroup
 from batchgen.types import Request, SamplingParams
 
 
 def make(num_blocks=10, block_size=4, windows=(None,), prefix_caching=True):
-    groups = group_layers([KVCacheSpec(1, 8, 8, "float32", window) for window in windows])
+    groups = tuple(KVCacheGroup(window, (i,)) for i, window in enumerate(windows))
     config = KVCacheConfig(num_blocks, block_size, groups)
     return KVCacheManager(config, prefix_caching=prefix_caching, max_chunk=64)
 

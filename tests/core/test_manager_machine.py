@@ -1,4 +1,7 @@
-"""State machine of the cache manager: refusals and lookups change nothing, copies never lack a block."""
+"""State machine of the cache manager: refusals and lookups change nothing, copies never lack a block.
+
+Hits are compared with those of a search through everything that the prefix index holds.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from machine_steps import machine_settings
 
+from batchgen.core.block_hash import block_key
 from batchgen.core.kv_cache_manager import KVCacheManager
-from batchgen.core.kv_spec import KVCacheConfig, KVCacheSpec, group_layers
+from batchgen.core.kv_spec import KVCacheConfig, KVCacheGroup
 from batchgen.types import Request, SamplingParams
 
 small = st.integers(0, 7)
@@ -25,6 +29,23 @@ def snapshot(manager):
     )
 
 
+def longest_hit(manager, request):
+    """The most tokens after which every key that the next query reads is in the index, in every group."""
+    if not manager.prefix_caching:
+        return 0
+    size = manager.block_size
+    windows = [m.group.sliding_window for m in manager.coordinator.managers]
+
+    def cached(group, position):
+        return block_key(request.block_hashes[position // size], group) in manager.pool.index
+
+    def goes_on_from(end):
+        firsts = [0 if window is None else max(0, end - window + 1) for window in windows]
+        return all(cached(group, p) for group, first in enumerate(firsts) for p in range(first, end))
+
+    return max(end for end in range(0, request.num_tokens, size) if goes_on_from(end))
+
+
 class ManagerMachine(RuleBasedStateMachine):
     """Requests are admitted, grow, fork and go in any order, without a scheduler's caution."""
 
@@ -32,11 +53,11 @@ class ManagerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         num_blocks=st.integers(2, 20),
         caching=st.booleans(),
-        groups=st.integers(1, 2),
+        windows=st.lists(st.sampled_from([None, None, 1, 2, 5, 9]), min_size=1, max_size=3),
     )
-    def start(self, block_size, num_blocks, caching, groups):
-        specs = [KVCacheSpec(1, size, size, "float32") for size in range(1, groups + 1)]
-        config = KVCacheConfig(num_blocks, block_size, group_layers(specs))
+    def start(self, block_size, num_blocks, caching, windows):
+        groups = tuple(KVCacheGroup(window, (i,)) for i, window in enumerate(windows))
+        config = KVCacheConfig(num_blocks, block_size, groups)
         self.manager = KVCacheManager(config, prefix_caching=caching, max_chunk=8)
         self.running = []
         self.next_id = 0
@@ -55,10 +76,13 @@ class ManagerMachine(RuleBasedStateMachine):
         before = snapshot(manager)
         hit = manager.get_computed_blocks(request)
         assert snapshot(manager) == before, "a lookup changed something"
-        assert hit.num_tokens % manager.block_size == 0
-        assert 0 <= hit.num_tokens < request.num_tokens
+        assert hit.num_tokens == longest_hit(manager, request)
+        executed["hits found"] += hit.num_tokens > 0
         chunk = min(chunk, request.num_tokens - hit.num_tokens)
-        available, unused = manager.num_available, sum(b.ref_cnt == 0 for bs in hit.blocks for b in bs)
+        available, unused = (
+            manager.num_available,
+            sum(b.ref_cnt == 0 and not b.is_null for bs in hit.blocks for b in bs),
+        )
         if manager.allocate_slots(request, chunk, hit, headroom=headroom) is None:
             assert snapshot(manager) == before, "a refusal changed something"
             return
@@ -77,6 +101,8 @@ class ManagerMachine(RuleBasedStateMachine):
             request.output_token_ids.append(token)
         chunk = min(chunk, request.num_tokens - request.num_computed_tokens)
         tails = manager.coordinator.shared_tails(request.request_id, request.num_computed_tokens)
+        # What fell out of the window is freed whether or not there is room to go on.
+        manager.coordinator.free_skipped(request.request_id, request.num_computed_tokens)
         before = snapshot(manager)
         copies = manager.allocate_slots(request, chunk)
         if copies is None:
@@ -127,6 +153,7 @@ class ManagerMachine(RuleBasedStateMachine):
         chunk = min(chunk, request.num_tokens - start)
         if chunk < 1 or manager.coordinator.shared_tails(request.request_id, start):
             return
+        manager.coordinator.free_skipped(request.request_id, start)
         before, used = [list(ids) for ids in manager.block_ids(request)], manager.pool.num_used
         if manager.allocate_slots(request, chunk) is not None:
             manager.unregister(manager.register(request, start + chunk))

@@ -8,7 +8,7 @@ import sys
 import pytest
 from core_sim import Sim, SimConfig
 
-from batchgen.core.kv_spec import KVCacheConfig, KVCacheSpec, group_layers
+from batchgen.core.kv_spec import KVCacheConfig, KVCacheGroup
 from batchgen.core.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from batchgen.core.waiting_queue import WaitingQueue
 from batchgen.types import EngineError, ErrorClass, Request, RequestState, RowFailure, SamplingParams
@@ -18,7 +18,7 @@ def make(num_blocks=20, block_size=4, budget=16, seqs=4, length=64, **config):
     config.setdefault("watermark", 0.0)
     return Scheduler(
         SchedulerConfig(budget, seqs, length, debug_checks=True, **config),
-        KVCacheConfig(num_blocks, block_size, group_layers([KVCacheSpec(1, 8, 8, "float32")])),
+        KVCacheConfig(num_blocks, block_size, (KVCacheGroup(None, (0,)),)),
     )
 
 

@@ -22,7 +22,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.sampled_from([12, 24, 64]),
         caching=st.sampled_from([True, True, True, False]),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
-        windows=st.sampled_from([(None,), (None,), (None,), (None, 5), (3,), (None, 1, 6)]),
+        windows=st.sampled_from([(None,), (None,), (None, 5), (3,), (None, 1, 6), (None, 4, 4), (2, 9, 5)]),
     )
     def start(self, **kwargs):
         self.sim = Sim(SimConfig(**kwargs))

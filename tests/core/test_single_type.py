@@ -7,15 +7,15 @@ import pytest
 from batchgen.core.block_hash import block_key, extend_block_hashes
 from batchgen.core.block_pool import BlockPool
 from batchgen.core.coordinator import KVCacheCoordinator
-from batchgen.core.kv_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, group_layers
+from batchgen.core.kv_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from batchgen.core.single_type import FullAttentionManager, SlidingWindowManager, make_manager
 from batchgen.types import Request, SamplingParams
 
 BLOCK = 4
 
 
-def spec(window=None):
-    return KVCacheSpec(1, 8, 8, "float32", window)
+def group(window=None, layer=0):
+    return KVCacheGroup(window, (layer,))
 
 
 def chain(n):
@@ -27,7 +27,7 @@ def chain(n):
 def manager_with(cached, window=None, num_blocks=20, n=8):
     """A manager in whose index the given blocks of one chain are."""
     pool = BlockPool(num_blocks)
-    manager = make_manager(0, spec(window), BLOCK, pool, max_chunk=8)
+    manager = make_manager(0, group(window), BLOCK, pool, max_chunk=8)
     hashes = chain(n)
     for i in cached:
         [block] = pool.get_new_blocks(1)
@@ -90,7 +90,7 @@ def test_sliding_window_frees_below_the_window_and_keeps_the_rest():
 @pytest.mark.parametrize("chunk", [1, 3, 8])
 def test_a_sliding_sequence_never_holds_more_than_its_peak(window, chunk):
     pool = BlockPool(40)
-    manager = make_manager(0, spec(window), BLOCK, pool, max_chunk=chunk)
+    manager = make_manager(0, group(window), BLOCK, pool, max_chunk=chunk)
     manager.open_table(1, [])
     for start in range(0, 100, chunk):
         manager.free_skipped(1, start)
@@ -120,7 +120,7 @@ def test_a_sliding_sequence_misses_no_more_than_its_peak():
 
 
 def coordinator(*windows, num_blocks=40):
-    groups = tuple(KVCacheGroup(spec(window), (i,)) for i, window in enumerate(windows))
+    groups = tuple(group(window, i) for i, window in enumerate(windows))
     pool = BlockPool(num_blocks)
     return KVCacheCoordinator(KVCacheConfig(num_blocks, BLOCK, groups), pool, max_chunk=8)
 
@@ -175,17 +175,13 @@ def test_hits_of_all_groups_are_taken_before_anything_is_allocated():
     assert [hit[0][0].block_id, hit[1][0].block_id] == [both.block_ids(7)[0][0], both.block_ids(7)[1][0]]
 
 
-def test_layers_of_equal_spec_form_a_group():
-    groups = group_layers([spec(4), spec(), spec(4), spec()])
-    assert [group.layers for group in groups] == [(0, 2), (1, 3)]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: spec(0), "sliding_window: 0"),
-        (lambda: KVCacheConfig(1, 4, group_layers([spec()])), "num_blocks: 1"),
-        (lambda: KVCacheConfig(4, 0, group_layers([spec()])), "block_size: 0"),
+        (lambda: KVCacheSpec(64, 0), "sliding_window: 0"),
+        (lambda: KVCacheSpec(0), "page_bytes: 0"),
+        (lambda: KVCacheConfig(1, 4, (group(),)), "num_blocks: 1"),
+        (lambda: KVCacheConfig(4, 0, (group(),)), "block_size: 0"),
         (lambda: KVCacheConfig(4, 4, ()), "groups: ()"),
     ],
 )

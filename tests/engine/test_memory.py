@@ -6,16 +6,22 @@ from typing import Any
 
 import pytest
 
-from batchgen.engine.memory import available_memory, plan_memory
+from batchgen.core.kv_layout import plan_layout
+from batchgen.core.kv_spec import KVCacheSpec
+from batchgen.engine.memory import CacheShape, available_memory, plan_memory
 from batchgen.types import UsageError
 
 KIB = 1024
 
 
+def shape(*specs: KVCacheSpec, block_size: int = 16, max_chunk: int = 64) -> CacheShape:
+    layout = plan_layout(specs, block_size=block_size, max_chunk=max_chunk, max_tokens=1024)
+    return CacheShape(layout, block_size, max_chunk)
+
+
 def plan(**changes: Any) -> Any:
     given: dict[str, Any] = {
-        "bytes_per_block": 16 * KIB,
-        "block_size": 16,
+        "shape": shape(KVCacheSpec(16 * KIB)),
         "context": 1024,
         "max_model_len": None,
         "max_num_seqs": 4,
@@ -79,3 +85,36 @@ def test_a_context_shortened_by_memory_is_told() -> None:
 
 def test_one_short_sequence_fits() -> None:
     assert plan(max_model_len=8).max_model_len == 8
+
+
+def hybrid() -> CacheShape:
+    return shape(KVCacheSpec(4 * KIB), *[KVCacheSpec(4 * KIB, 100)] * 3)
+
+
+def test_a_window_takes_what_it_and_a_chunk_hold_and_no_more() -> None:
+    """100 + 64 - 1 positions lie in at most 12 blocks of 16, in each of three groups."""
+    sliding = shape(KVCacheSpec(4 * KIB, 100))
+    assert [sliding.blocks(n) for n in (16, 160, 192, 1024)] == [1, 10, 12, 12]
+    assert hybrid().blocks(1024) == 64 + 3 * 12
+    assert plan(shape=hybrid(), max_num_seqs=4).num_blocks == 4 * (64 + 3 * 12) + 1
+
+
+@pytest.mark.parametrize("blocks", [11, 12, 37, 60, 100, 500])
+def test_the_longest_sequence_is_the_longest_that_fits(blocks: int) -> None:
+    longest = hybrid().longest(blocks, 1024)
+    assert hybrid().blocks(longest) <= blocks
+    assert longest == 1024 or hybrid().blocks(longest + 1) > blocks
+
+
+def test_a_pool_much_smaller_than_a_sequence_suffices_for_windows_alone() -> None:
+    sliding = shape(KVCacheSpec(4 * KIB, 100))
+    assert plan(shape=sliding, kv_cache_memory=13 * 4 * KIB).max_model_len == 1024
+    with pytest.raises(UsageError, match=r"49,152 bytes hold 176 tokens, but one sequence of 1,024 tokens"):
+        plan(shape=sliding, kv_cache_memory=12 * 4 * KIB, max_model_len=1024)
+
+
+def test_the_table_says_what_each_kind_of_layer_keeps() -> None:
+    assert plan(shape=hybrid()).table()[1:3] == [
+        "  layers that keep all tokens: 1 (groups: 1), at most 64 blocks a sequence, 0% padding",
+        "  layers that keep the last 100 tokens: 3 (groups: 3), at most 36 blocks a sequence, 0% padding",
+    ]

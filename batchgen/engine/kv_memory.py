@@ -1,0 +1,78 @@
+"""The memory behind the KV cache: what each layer takes of it, and the tensors that hold it.
+
+`build.py` asks for a layout before the cache is sized; `ModelRunner` owns the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from batchgen.core.kv_layout import KVCacheLayout, plan_layout
+from batchgen.core.kv_spec import KVCacheSpec
+from batchgen.models.probe import LayerAttention
+from batchgen_kernels.backend import PAGE_ALIGNMENT, AttentionBackend, KVCache
+
+
+def plan_kv_layout(
+    layers: Sequence[LayerAttention],
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    *,
+    block_size: int,
+    max_chunk: int,
+    max_tokens: int,
+) -> KVCacheLayout:
+    """`core.kv_layout.plan_layout` for the layers that the probe found and the pages of a backend."""
+
+    def page_bytes(layer: LayerAttention) -> int:
+        size = backend.bytes_per_block(layer.spec, block_size, dtype)
+        return -(-size // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+
+    specs = [KVCacheSpec(page_bytes(layer), layer.spec.sliding_window, layer.source) for layer in layers]
+    return plan_layout(specs, block_size=block_size, max_chunk=max_chunk, max_tokens=max_tokens)
+
+
+class KVMemory:
+    """Buffers of a layout, and each layer's cache in them.
+
+    A block that its group gives back holds, for the layers of the next group, the bits of other layers: no
+    kernel reads a position before it was written there. The null block is never written and stays zero.
+
+    Args:
+        layout: what lies where.
+        layers: as in the layout.
+        backend: divides a layer's pages into keys and values.
+        dtype: of the stored elements.
+        num_blocks: blocks in the pool, the null block included.
+        block_size: tokens in a block.
+    """
+
+    def __init__(
+        self,
+        layout: KVCacheLayout,
+        layers: Sequence[LayerAttention],
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        *,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
+        self.buffers = [torch.zeros(num_blocks, size, dtype=torch.uint8) for size in layout.buffers]
+        self.caches: list[KVCache] = []
+        for layer, spec, place in zip(layers, layout.specs, layout.places, strict=True):
+            pages = self.buffers[place.buffer][:, place.offset : place.offset + spec.page_bytes]
+            self.caches.append(backend.view(layer.spec, pages, block_size, dtype))
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy (source, destination) blocks of any group; all are read before any is written."""
+        if copies:
+            sources, targets = torch.tensor(copies).unbind(1)
+            for buffer in self.buffers:
+                buffer[targets] = buffer[sources]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.caches.clear()
+        self.buffers.clear()
