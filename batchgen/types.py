@@ -10,8 +10,9 @@ from __future__ import annotations
 import enum
 import math
 from array import array
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class Status(enum.StrEnum):
@@ -121,9 +122,20 @@ class StoppedError(BatchgenError):
     exit_code = 75
 
 
+LogitsProcessor = Callable[[list[int], Any], Any]
+"""(token ids of prompt and output so far, logits `(V,)` float32 tensor) -> logits of the same shape.
+
+The tensor may be changed in place. Only what is returned counts, and it must be a function of the arguments:
+a token may be computed again, and rows come in any order.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is decoded.
+
+    The settings are applied in this order: allowed_token_ids, bad_words, min_tokens, logit_bias, the three
+    penalties, logits_processors, then temperature, min_p, top_k, top_p.
 
     Args:
         temperature: 0 is greedy; otherwise logits are divided by it.
@@ -136,6 +148,14 @@ class SamplingParams:
         stop_token_ids: token ids that end generation; not part of the text.
         seed: sampling noise is a function of (seed, row, sample, position) alone.
         ignore_eos: go on after the model's end-of-sequence token.
+        presence_penalty: subtracted from the logits of tokens in the output, in [-2, 2].
+        frequency_penalty: the same, times how often the token is in the output.
+        repetition_penalty: above 0; logits of tokens in prompt or output are divided by it where positive,
+            else multiplied.
+        logit_bias: token id to a number from -100 to 100 that is added to its logits.
+        bad_words: texts that are not to be written, however they begin: with or without a space before.
+        allowed_token_ids: only these may be drawn, the end of sequence too only if it is here; empty for all.
+        logits_processors: functions of the caller's, see `LogitsProcessor`; not in a job file.
 
     Raises:
         ValueError: names the field, the value and what is allowed.
@@ -151,6 +171,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, allowed: str) -> None:
@@ -166,6 +193,17 @@ class SamplingParams:
         require(all(self.stop), "stop", "non-empty strings")
         require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids of 0 or more")
         require(0 <= self.seed < 2**63, "seed", "an integer from 0 to 2**63 - 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(-2 <= getattr(self, name) <= 2, name, "a number from -2 to 2")
+        factor = self.repetition_penalty
+        require(math.isfinite(factor) and factor > 0, "repetition_penalty", "a number above 0")
+        require(
+            all(t >= 0 and -100 <= bias <= 100 for t, bias in self.logit_bias.items()),
+            "logit_bias",
+            "a map from token ids of 0 or more to numbers from -100 to 100",
+        )
+        require(all(map(_is_text, self.bad_words)), "bad_words", "non-empty strings of valid Unicode")
+        require(all(t >= 0 for t in self.allowed_token_ids), "allowed_token_ids", "token ids of 0 or more")
 
     @property
     def greedy(self) -> bool:
@@ -279,6 +317,14 @@ class Classification:
     def score(self) -> float:
         """That of `label`."""
         return max(score for _, score in self.scores)
+
+
+def _is_text(value: str) -> bool:
+    """Whether it has characters, and a tokenizer can take it: no half of a surrogate pair."""
+    try:
+        return len(value.encode()) > 0
+    except UnicodeEncodeError:
+        return False
 
 
 class RequestState(enum.Enum):

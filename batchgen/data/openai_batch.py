@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 from batchgen.data.exact_json import Decoded
-from batchgen.types import ErrorClass, RowFailure, SamplingParams
+from batchgen.types import ErrorClass, RowFailure
 
 ID_COLUMN = "custom_id"
 SAMPLING_COLUMN = "sampling"
@@ -39,17 +38,9 @@ _SAMPLING = {
     "repetition_penalty": "repetition_penalty",
     "logit_bias": "logit_bias",
     "bad_words": "bad_words",
+    "allowed_token_ids": "allowed_token_ids",
     "ignore_eos": "ignore_eos",
 }
-# Values that leave a key off where this version does not have it; such keys often stand in every line.
-_NEUTRAL: Mapping[str, Any] = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-    "bad_words": [],
-}
-_AVAILABLE = frozenset(field.name for field in fields(SamplingParams))
 # They say nothing about the answer: who asks, how it is billed, kept or delivered.
 _WITHOUT_EFFECT = frozenset(
     {
@@ -177,8 +168,6 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         if ours is None:
             if not _is_off(key, value):
                 raise _refused(f"body.{key} is not supported and would change the answer; remove it")
-        elif ours not in _AVAILABLE and value == _NEUTRAL.get(ours):
-            continue
         elif ours in found and found[ours] != value:
             raise _refused(f"body.{key} contradicts another member that sets {ours}; keep one")
         else:

@@ -21,6 +21,9 @@ from batchgen.engine.phases import Phases
 from batchgen.engine.reading import Labels, Reader, Reading, read_step
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.step_budget import StepBudget
+from batchgen.sampling.history import TokenHistory
+from batchgen.sampling.operations import Operation, operations_of
+from batchgen.sampling.resolve import beyond_vocabulary
 from batchgen.sampling.sampler import SamplingRow, finite_rows, sample
 from batchgen.text.stop import Finish, StopChecker, StopRules
 from batchgen.text.tokenizer import Tokenizer
@@ -36,19 +39,29 @@ from batchgen.types import (
     Task,
 )
 
-MAX_RULES = 1024
+MAX_DECODINGS = 1024
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """What follows from sampling parameters: costly to make, and the same for nearly all rows of a job."""
+
+    rules: StopRules
+    operations: tuple[Operation, ...]
 
 
 @dataclass(slots=True)
 class _Live:
-    """A request in flight with its stop conditions and what was already reported of its output.
+    """A request in flight: its stop conditions, what is done to its logits, what was reported of its output.
 
     `past` are the requests that it follows.
     """
 
     request: Request
     checker: StopChecker
+    operations: tuple[Operation, ...]
+    history: TokenHistory
     reported: int
     phases: Phases
     reader: Reader
@@ -57,13 +70,13 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """What a step has yielded: a sampled token for each of `requests`, and readings for tasks.
+    """What a step has yielded: a sampled token for each of `requests`, or why it has none; readings for tasks.
 
     Of `nonfinite` logits or hidden states are not finite, at the given position.
     """
 
     requests: list[Request]
-    tokens: list[int]
+    tokens: list[int | RowError]
     readings: list[Reading]
     nonfinite: list[tuple[Request, int]]
 
@@ -113,7 +126,7 @@ class EngineCore:
         self._live: dict[int, _Live] = {}
         self._isolation = Isolation(scheduler)
         self._budget = StepBudget()
-        self._rules_of: dict[SamplingParams, StopRules] = {}
+        self._decodings: dict[SamplingParams, _Decoding] = {}
 
     @property
     def num_unfinished(self) -> int:
@@ -140,10 +153,13 @@ class EngineCore:
                     f"{self.vocab_size - 1}; does the tokenizer belong to the model?",
                 ),
             )
+        if (fault := beyond_vocabulary(request.sampling, self.vocab_size)) is not None:
+            return self._refused(request, RowError(ErrorClass.INVALID_PARAM, fault))
         # No room at all is the scheduler's to refuse.
         room = max(1, self.max_model_len - len(request.prompt_token_ids))
         most = min(request.sampling.max_tokens, room)
-        checker = StopChecker(self._rules(request.sampling), most)
+        decoding = self._decoding(request.sampling)
+        checker = StopChecker(decoding.rules, most)
         request.sampling = _clip(request.sampling, room)
         finished = checker.prime(request.output_token_ids)
         if finished is not None and request.scoring is not None:
@@ -159,9 +175,15 @@ class EngineCore:
             self.scheduler.add(request)
         except RowFailure as failure:
             return self._refused(request, failure.error)
-        reported = len(request.output_token_ids)
-        phases = Phases(time.monotonic())
-        self._live[request.request_id] = _Live(request, checker, reported, phases, Reader(request))
+        self._live[request.request_id] = _Live(
+            request,
+            checker,
+            decoding.operations,
+            TokenHistory(request.prompt_token_ids, request.output_token_ids),
+            reported=len(request.output_token_ids),
+            phases=Phases(time.monotonic()),
+            reader=Reader(request),
+        )
         return None
 
     def step(self) -> list[Output]:
@@ -283,18 +305,23 @@ class EngineCore:
     def _finalize(self, planned: SchedulerOutput, computed: _Computed) -> list[Output]:
         nonfinite = {request.request_id: (request, position) for request, position in computed.nonfinite}
         outputs = [self._nonfinite(request, position) for request, position in nonfinite.values()]
-        tokens = {r.request_id: t for r, t in zip(computed.requests, computed.tokens, strict=True)}
+        drawn = list(zip(computed.requests, computed.tokens, strict=True))
+        tokens = {r.request_id: token for r, token in drawn if isinstance(token, int)}
         self.scheduler.update(planned, tokens)
         now = time.monotonic()
         # Whoever shared blocks with a poisoned request was preempted, and what it was to get is dropped.
         for reading in computed.readings:
             if reading.request.state is RequestState.RUNNING:
                 outputs += self._caught(reading.request, self._take(reading))
-        for request in computed.requests:
-            if request.state is RequestState.RUNNING:
-                self.counters.sampled += 1
-                self._live[request.request_id].phases.has_token(now)
-                outputs += self._caught(request, self._check_stop(request))
+        for request, token in drawn:
+            if request.state is not RequestState.RUNNING:
+                continue
+            if isinstance(token, RowError):
+                outputs.append(self.fail(request.request_id, token))
+                continue
+            self.counters.sampled += 1
+            self._live[request.request_id].phases.has_token(now)
+            outputs += self._caught(request, self._check_stop(request))
         return outputs
 
     def _caught(self, request: Request, outputs: Iterator[Output]) -> list[Output]:
@@ -339,20 +366,21 @@ class EngineCore:
             output.classification = self.labels.classify(logits)
         return output
 
-    def _rules(self, sampling: SamplingParams) -> StopRules:
-        """Stop rules are costly to make and the same for nearly all rows of a job."""
-        if sampling not in self._rules_of:
-            if len(self._rules_of) >= MAX_RULES:
-                self._rules_of.clear()
-            self._rules_of[sampling] = StopRules(sampling, self.eos_token_ids, self.tokenizer)
-        return self._rules_of[sampling]
+    def _decoding(self, sampling: SamplingParams) -> _Decoding:
+        if sampling not in self._decodings:
+            if len(self._decodings) >= MAX_DECODINGS:
+                self._decodings.clear()
+            rules = StopRules(sampling, self.eos_token_ids, self.tokenizer)
+            operations = operations_of(sampling, rules.stop_ids, self.tokenizer, self.vocab_size)
+            self._decodings[sampling] = _Decoding(rules, operations)
+        return self._decodings[sampling]
 
     def _sampling_row(self, scheduled: ScheduledRequest) -> SamplingRow:
         request = scheduled.request
-        banned: tuple[int, ...] = ()
-        if len(request.output_token_ids) < request.sampling.min_tokens:
-            banned = tuple(self._live[request.request_id].checker.rules.stop_ids)
-        return SamplingRow(request.sampling, request.request_id, request.num_tokens, banned)
+        live = self._live[request.request_id]
+        return SamplingRow(
+            request.sampling, request.request_id, request.num_tokens, live.operations, live.history
+        )
 
     def _check_stop(self, request: Request) -> Iterator[Output]:
         finished = self._live[request.request_id].checker.append(request.output_token_ids[-1])

@@ -134,6 +134,9 @@ def _gates(value: dict[str, str] | None) -> dict[str, str] | None:
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_tuple)]
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**62)], ...], BeforeValidator(_tuple)]
+# Keys of a map are strings in YAML and JSON alike.
+TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,17})$")]
 # What a job file may hold where something else is kept; the schema for editors is made from these.
 Duration = BeforeValidator(
     parse_duration, json_schema_input_type=float | Annotated[str, Field(pattern=r"\d")]
@@ -262,12 +265,19 @@ class SamplingSection(Section):
     max_tokens: Annotated[Count, Rule(COUNT)] = 256
     min_tokens: Annotated[int, Field(ge=0), Rule("a whole number from 0 to max_tokens")] = 0
     stop: Annotated[Texts, Rule("a list of non-empty strings")] = ()
-    stop_token_ids: Annotated[
-        tuple[Annotated[int, Field(ge=0, lt=2**62)], ...],
-        BeforeValidator(_tuple),
-        Rule("a list of token ids of 0 or more"),
-    ] = ()
+    stop_token_ids: Annotated[TokenIds, Rule("a list of token ids of 0 or more")] = ()
     seed: Annotated[int, Field(ge=0, lt=2**63), Rule("a whole number from 0 to 2**63 - 1")] = 0
+    presence_penalty: Annotated[Annotated[float, Field(ge=-2, le=2)], Rule("a number from -2 to 2")] = 0.0
+    frequency_penalty: Annotated[Annotated[float, Field(ge=-2, le=2)], Rule("a number from -2 to 2")] = 0.0
+    repetition_penalty: Annotated[
+        Annotated[float, Field(gt=0)] | None, Rule("null or a number above 0, 1 for none")
+    ] = None
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+        Rule("a map from token ids to numbers from -100 to 100, such as {50256: -100}"),
+    ] = Field(default_factory=dict)
+    bad_words: Annotated[Texts, Rule("a list of non-empty strings")] = ()
+    allowed_token_ids: Annotated[TokenIds, Rule("a list of token ids of 0 or more; empty for all")] = ()
     ignore_eos: Annotated[bool, Rule("true or false")] = False
     per_row: Annotated[Text | None, Rule("null or the name of a column")] = None
     turns: Annotated[Text | None, Rule("null or the name of a column")] = None

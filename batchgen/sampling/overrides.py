@@ -5,7 +5,6 @@ The worker's intake resolves each row; `show` prints the result. A fault is that
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
@@ -17,20 +16,18 @@ from batchgen.types import ErrorClass, RowFailure, SamplingParams, UsageError
 
 # What a job may say of sampling in all its versions, but a row of it may not, or not in this one.
 _ONLY_OF_A_JOB = frozenset({"per_row", "turns", "reasoning"})
-_LATER = frozenset(
-    {
-        *("n", "logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty"),
-        *("repetition_penalty", "logit_bias", "bad_words", "structured"),
-    }
-)
+_LATER = frozenset({"n", "logprobs", "prompt_logprobs", "structured"})
+_LIBRARY_ONLY = "logits_processors"
 _WORDS = {
     float: "a number",
     int: "a whole number",
     bool: "true or false",
     tuple[str, ...]: "a list of non-empty strings",
     tuple[int, ...]: "a list of token ids of 0 or more",
+    Mapping[int, float]: "a map from token ids to numbers from -100 to 100",
 }
 _KEPT = 1024
+_MOST_DIGITS = 19
 
 
 class RowSampling:
@@ -47,6 +44,7 @@ class RowSampling:
 
     def __init__(self, section: Mapping[str, Any], defaults: Mapping[str, Any], column: str | None) -> None:
         self._types = get_type_hints(SamplingParams)
+        del self._types[_LIBRARY_ONLY]
         self._section = {key: value for key, value in section.items() if key not in _ONLY_OF_A_JOB}
         self._defaults = defaults
         self._column = column
@@ -101,12 +99,15 @@ class RowSampling:
             return tuple(value)
         if kind == tuple[int, ...] and _is_list(value, int):
             return tuple(value)
+        if kind == Mapping[int, float] and _is_bias(value):
+            # A column of structs has every row's keys in each, null where a row does not have them.
+            return {int(token): float(bias) for token, bias in value.items() if bias is not None}
         if kind in _WORDS:
             self._refuse(f": {key}: {value!r} is not allowed; use {_WORDS[kind]}")
         return value
 
     def _unknown(self, key: str) -> str:
-        known = [field.name for field in dataclasses.fields(SamplingParams)]
+        known = list(self._types)
         if key in _ONLY_OF_A_JOB:
             return f"{key} is the job's to set, not a row's; remove it"
         if key in _LATER:
@@ -132,6 +133,13 @@ def _is_number(value: Any) -> bool:
 
 def _is_no_number(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        (str(token).isdecimal() and len(str(token)) < _MOST_DIGITS) and (bias is None or _is_number(bias))
+        for token, bias in value.items()
+    )
 
 
 def _is_list(value: Any, kind: type) -> bool:

@@ -15,19 +15,27 @@ from typing import Any
 from batchgen.json_problem import json_problem
 from batchgen.types import SamplingParams, UsageError
 
-NEUTRAL: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+NEUTRAL: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+_GREEDY_TOO = ("repetition_penalty",)
+_TUPLES = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 
 
 def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """What a model's `generation_config.json` says about the keys a job may leave null.
 
-    Only a configuration that asks for sampling (`do_sample`) sets any: without it the file means
-    greedy decoding, whatever else it mentions.
+    A configuration that does not ask for sampling (`do_sample`) means greedy decoding, whatever else it
+    mentions; transformers then applies only the penalty of repetition.
     """
-    if not generation_config.get("do_sample"):
-        return {}
-    given = {key: generation_config.get(key) for key in NEUTRAL}
-    given["temperature"] = 1.0 if given["temperature"] is None else given["temperature"]
+    sampled = bool(generation_config.get("do_sample"))
+    given = {key: generation_config.get(key) for key in (NEUTRAL if sampled else _GREEDY_TOO)}
+    if sampled and given["temperature"] is None:
+        given["temperature"] = 1.0
     return {key: value for key, value in given.items() if value is not None}
 
 
@@ -54,7 +62,6 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 def unused_defaults(generation_config: Mapping[str, Any]) -> list[str]:
     """Keys of a model's generation configuration that ask for something batchgen does not do yet."""
     harmless: dict[str, Any] = {
-        "repetition_penalty": 1.0,
         "no_repeat_ngram_size": 0,
         "typical_p": 1.0,
         "epsilon_cutoff": 0.0,
@@ -82,9 +89,26 @@ def resolve_sampling(section: Mapping[str, Any], defaults: Mapping[str, Any]) ->
     values = {key: value for key, value in section.items() if value is not None}
     for key, neutral in NEUTRAL.items():
         values.setdefault(key, defaults.get(key, neutral))
-    values["stop"] = tuple(values.get("stop", ()))
-    values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
+    for key in _TUPLES:
+        values[key] = tuple(values.get(key, ()))
+    # Keys of JSON and YAML are strings.
+    values["logit_bias"] = {int(token): bias for token, bias in values.get("logit_bias", {}).items()}
     try:
         return SamplingParams(**values)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
+
+
+def beyond_vocabulary(sampling: SamplingParams, vocab_size: int) -> str | None:
+    """What is wrong with token ids that the model does not know; None where it knows all.
+
+    Ids that end a row are not looked at: one that never comes ends none.
+    """
+    for name, ids in (
+        ("logit_bias", sampling.logit_bias),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+    ):
+        highest = max(ids, default=0)
+        if highest >= vocab_size:
+            return f"{name}: token id {highest} is not allowed; the model knows ids up to {vocab_size - 1}"
+    return None

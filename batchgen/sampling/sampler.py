@@ -1,8 +1,8 @@
 """Turn logits into tokens.
 
-Order of operations: banned tokens (min_tokens) → greedy or temperature → min_p → top-k → top-p →
-draw by the position's own noise. Every operation works on one row alone, so a row's token does not
-depend on its batch mates.
+Order of operations: those of `operations.py` → greedy or temperature → min_p → top-k → top-p → draw by the
+position's own noise. Every operation works on one row alone, so a row's token does not depend on its batch
+mates.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from batchgen.sampling.history import TokenHistory
 from batchgen.sampling.noise import uniform
-from batchgen.types import SamplingParams
+from batchgen.sampling.operations import Operation
+from batchgen.types import ErrorClass, RowError, RowFailure, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
     """What the sampler needs to know about one row of logits.
 
-    `position` is the index of the token to be drawn over prompt and output; `banned` are token ids
-    that may not be drawn here.
+    `position` is the index of the token to be drawn over prompt and output; `operations` are those of
+    `sampling`, and `history` is what they may ask.
     """
 
     sampling: SamplingParams
     request_id: int
     position: int
-    banned: tuple[int, ...] = ()
+    operations: tuple[Operation, ...] = ()
+    history: TokenHistory | None = None
 
 
 def finite_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -37,23 +40,51 @@ def finite_rows(logits: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int | RowError]:
     """Draw one token per row.
 
     Args:
-        logits: `(R, V)` float, finite; changed in place where tokens are banned.
+        logits: `(R, V)` float, finite.
         rows: R descriptions, in the order of the logits.
 
     Returns:
-        R token ids.
+        R token ids, or why a row has none.
     """
+    tokens: list[int | RowError] = torch.argmax(logits, dim=-1).tolist()
     for i, row in enumerate(rows):
-        if row.banned:
-            logits[i, list(row.banned)] = -torch.inf
-    tokens: list[int] = torch.argmax(logits, dim=-1).tolist()
-    for i in (i for i, row in enumerate(rows) if not row.sampling.greedy):
-        tokens[i] = _draw(logits[i].float(), rows[i])
+        if row.operations or not row.sampling.greedy:
+            tokens[i] = _choose(logits[i], row)
     return tokens
+
+
+def _choose(logits: torch.Tensor, row: SamplingRow) -> int | RowError:
+    try:
+        logits = processed(logits, row)
+    except RowFailure as failure:
+        return failure.error
+    return int(torch.argmax(logits)) if row.sampling.greedy else _draw(logits, row)
+
+
+def processed(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """`(V,)` logits after the row's operations; the argument is left as it is.
+
+    Raises:
+        RowFailure: an operation failed, or none of the tokens is left.
+    """
+    logits = logits.float()
+    if not row.operations:
+        return logits
+    assert row.history is not None, "operations need the tokens so far"
+    logits = logits.clone()
+    for operation in row.operations:
+        logits = operation(logits, row.history)
+    if logits.max() == -torch.inf:
+        raise RowFailure(
+            ErrorClass.INVALID_PARAM,
+            f"no token may be drawn at position {row.position}: what allowed_token_ids allows is barred by "
+            "bad_words, min_tokens or logits_processors; allow more",
+        )
+    return logits
 
 
 def _draw(logits: torch.Tensor, row: SamplingRow) -> int:

@@ -49,6 +49,11 @@ def test_overrides() -> None:
         "stop_token_ids": [3],
         "seed": 7,
         "ignore_eos": True,
+        "presence_penalty": 1,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"5": -100, "7": 1.5, "9": None},
+        "bad_words": "never",
+        "allowed_token_ids": [5, 7],
     }
     expected = SamplingParams(
         temperature=0.0,
@@ -59,6 +64,11 @@ def test_overrides() -> None:
         stop_token_ids=(3,),
         seed=7,
         ignore_eos=True,
+        presence_penalty=1.0,
+        repetition_penalty=1.5,
+        logit_bias={5: -100.0, 7: 1.5},
+        bad_words=("never",),
+        allowed_token_ids=(5, 7),
     )
     for value in (given, json.dumps(given)):
         assert of_row(value) == expected
@@ -88,6 +98,19 @@ def test_rows_without_a_column() -> None:
             {"stop_token_ids": [True]},
             "column 's': stop_token_ids: [True] is not allowed; use a list of token ids",
         ),
+        ({"frequency_penalty": 3}, "column 's': frequency_penalty: 3.0 is not allowed; use a number from -2"),
+        ({"repetition_penalty": 0}, "column 's': repetition_penalty: 0.0 is not allowed; use a number above"),
+        (
+            {"logit_bias": {"a": 1}},
+            "column 's': logit_bias: {'a': 1} is not allowed; use a map from token ids",
+        ),
+        (
+            {"logit_bias": {"1": 101}},
+            "column 's': logit_bias: {1: 101.0} is not allowed; use a map from token",
+        ),
+        ({"logit_bias": {"-1": 1}}, "column 's': logit_bias: {'-1': 1} is not allowed; use a map from token"),
+        ({"bad_words": ["\ud800"]}, "column 's': bad_words: ('\\ud800',) is not allowed; use non-empty"),
+        ({"logits_processors": []}, "column 's': 'logits_processors' is not a known key; "),
         ({"temprature": 1}, "column 's': 'temprature' is not a known key; did you mean temperature?"),
         ({"zzz": 1}, "column 's': 'zzz' is not a known key; known are temperature, top_p, "),
         ({"turns": 1}, "column 's': turns is the job's to set, not a row's; remove it"),
@@ -106,5 +129,5 @@ def test_what_is_not_allowed(value: Any, message: str) -> None:
 
 def test_what_comes_later_says_so() -> None:
     known = set(SamplingParams.__dataclass_fields__)
-    for key in {"n", "logprobs", "logit_bias", "structured"} - known:
+    for key in {"n", "logprobs", "structured"} - known:
         assert refused({key: 1}) == f"column 's': {key} is not available in this version; remove it"

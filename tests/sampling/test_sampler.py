@@ -118,15 +118,6 @@ def test_a_row_draws_the_same_alone_and_among_others(seed: int, t: float, top_p:
     assert together == alone
 
 
-def test_banned_tokens_are_never_drawn() -> None:
-    logits = torch.tensor([[9.0, 1.0, 0.0], [9.0, 1.0, 0.0]])
-    rows = [
-        SamplingRow(SamplingParams(), 0, 1, (0,)),
-        SamplingRow(SamplingParams(temperature=5.0), 1, 1, (0, 2)),
-    ]
-    assert sample(logits, rows) == [1, 1]
-
-
 def test_finite_rows() -> None:
     logits = torch.tensor([[1.0, 2.0], [math.nan, 0.0], [math.inf, 0.0]])
     assert finite_rows(logits).tolist() == [True, False, False]
@@ -134,6 +125,7 @@ def test_finite_rows() -> None:
 
 def test_null_keys_take_the_models_defaults_only_if_it_samples() -> None:
     assert generation_defaults({"do_sample": False, "temperature": 0.6}) == {}
+    assert generation_defaults({"repetition_penalty": 1.1, "top_k": 5}) == {"repetition_penalty": 1.1}
     defaults = generation_defaults({"do_sample": True, "top_p": 0.9, "temperature": None})
     assert defaults == {"temperature": 1.0, "top_p": 0.9}
     resolved = resolve_sampling({"temperature": None, "top_p": 0.5, "max_tokens": 3}, defaults)
@@ -147,6 +139,4 @@ def test_a_value_that_is_not_allowed_names_its_field() -> None:
 
 
 def test_settings_of_the_model_that_are_not_applied_are_named() -> None:
-    assert unused_defaults({"repetition_penalty": 1.1, "num_beams": 1, "suppress_tokens": []}) == [
-        "repetition_penalty"
-    ]
+    assert unused_defaults({"typical_p": 0.9, "num_beams": 1, "suppress_tokens": []}) == ["typical_p"]
