@@ -316,14 +316,15 @@ def check_prompt(
         report.notes += renderer.notes
         if inputs is not None and not faults:
             _try_rows(spec, renderer, inputs, report)
-    for token_id in spec.sampling.stop_token_ids:
-        if token_id >= tokenizer.vocab_size:
-            report.faults.append(
-                UsageError(
-                    f"sampling.stop_token_ids: {token_id} is not a token id of this tokenizer; "
-                    f"use ids from 0 to {tokenizer.vocab_size - 1}"
+    for key in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for token_id in map(int, getattr(spec.sampling, key)):
+            if token_id >= tokenizer.vocab_size:
+                report.faults.append(
+                    UsageError(
+                        f"sampling.{key}: {token_id} is not a token id of this tokenizer; "
+                        f"use ids from 0 to {tokenizer.vocab_size - 1}"
+                    )
                 )
-            )
 
 
 def _try_rows(spec: JobSpec, renderer: PromptRenderer, inputs: InputSet, report: Report) -> None:

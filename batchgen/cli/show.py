@@ -68,7 +68,7 @@ def _explain(job: Path, sets: tuple[str, ...], number: int | None, row_id: str |
         "tokens": [{"id": i, "token": text, "special": special} for i, text, special in explanation.tokens],
         "control_tokens": explanation.control_tokens,
         "truncated_tokens": explanation.truncated_tokens,
-        "sampling": dataclasses.asdict(sampling),
+        "sampling": _plain(sampling),
         "turns": _turns(prompt, columns),
         "overridden": _overridden(sampling, spec, source.folder),
     }
@@ -124,9 +124,15 @@ def _turns(prompt: PromptSpec, columns: dict[str, Any]) -> int | None:
     return len(value) if isinstance(value, list) else None
 
 
+def _plain(sampling: SamplingParams) -> dict[str, Any]:
+    values = dataclasses.asdict(sampling)
+    del values["logits_processors"]
+    return values
+
+
 def _overridden(sampling: SamplingParams, spec: JobSpec, folder: Path | None) -> list[str]:
     """Keys in which the row differs from the job."""
-    ours, jobs = (dataclasses.asdict(s) for s in (sampling, _row_sampling(spec, folder, None).of_job))
+    ours, jobs = (_plain(s) for s in (sampling, _row_sampling(spec, folder, None).of_job))
     return [key for key, value in ours.items() if value != jobs[key]]
 
 

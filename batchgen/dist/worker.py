@@ -16,9 +16,8 @@ from batchgen.dist.serve import ReadyEngine, serve
 from batchgen.engine.build import build_engine, load_tokenizer
 from batchgen.engine.config import EngineConfig
 from batchgen.sampling.overrides import RowSampling
-from batchgen.sampling.resolve import beyond_vocabulary, generation_defaults, unused_defaults
+from batchgen.sampling.resolve import generation_defaults, unused_defaults
 from batchgen.text.prompt import PromptRenderer, PromptSpec
-from batchgen.types import UsageError
 
 
 def build(config: Mapping[str, Any]) -> ReadyEngine:
@@ -43,13 +42,10 @@ def build(config: Mapping[str, Any]) -> ReadyEngine:
     defaults = pinned.get("generation_defaults")
     if defaults is None:
         defaults = generation_defaults(model_defaults) if wanted else {}
-    sampling = RowSampling(config["sampling"], defaults, prompt.per_row)
-    if (fault := beyond_vocabulary(sampling.of_job, engine.core.vocab_size)) is not None:
-        raise UsageError(f"sampling.{fault}")
     return ReadyEngine(
         core=engine.core,
         renderer=renderer,
-        sampling=sampling,
+        sampling=RowSampling(config["sampling"], defaults, prompt.per_row),
         max_num_seqs=engine.config.max_num_seqs or 1,
         pinned={**engine.pinned, "generation_defaults": defaults, **_pinned_time(renderer)},
         facts=engine.facts,

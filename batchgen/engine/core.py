@@ -70,7 +70,7 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """What a step has yielded: a sampled token for each of `requests`, or why it has none; readings for tasks.
+    """What a step has yielded: for each of `requests` a token, or why it has none, and readings for tasks.
 
     Of `nonfinite` logits or hidden states are not finite, at the given position.
     """

@@ -125,6 +125,7 @@ OF_THE_JOB_FILE = [
     validate("prompt.system=x", f"prompt.chat_template={NO_SYSTEM}"),
     validate("prompt.chat_template={{ raise_exception('never') }}"),
     validate("sampling.stop_token_ids=[9999]"),
+    validate("sampling.logit_bias={9999: 1}"),
     validate("output.columns={prompt: x}"),
     validate("output.columns={generated_text: prompt}"),
     validate("output.columns={generated_text: status}"),

@@ -76,6 +76,12 @@ def engines_in_this_process(stage: Stage) -> None:
         stage.python(UsageError, lambda p=prompts, a=arguments: llm.stream(p, **a))
     dialogue = [{"role": "user", "content": "a"}]
     stage.python(UsageError, lambda: llm.chat([dialogue]))
+    for sampling in (
+        bg.SamplingParams(allowed_token_ids=(64,), bad_words=("a",)),
+        bg.SamplingParams(logits_processors=(lambda ids, logits: logits[1:],)),
+    ):
+        (output,) = llm.generate(["x"], sampling)
+        assert output.error is not None
 
 
 def readers_that_break(stage: Stage) -> None:
