@@ -72,7 +72,7 @@ def _pinned_time(renderer: PromptRenderer) -> dict[str, str]:
 
 def _engine_config(config: Mapping[str, Any], pinned: Mapping[str, Any]) -> EngineConfig:
     settings = dict(config["engine"])
-    for name in ("dtype", "max_model_len"):
+    for name in ("dtype", "max_model_len", "kv_cache_dtype"):
         if pinned.get(name) is not None:
             settings[name] = pinned[name]
     return EngineConfig(

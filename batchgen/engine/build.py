@@ -28,18 +28,19 @@ from batchgen.engine.memory import (
 from batchgen.engine.reading import Labels
 from batchgen.engine.runner import ModelRunner
 from batchgen.models.activations import make_activations_rowwise
-from batchgen.models.loader import LoadedModel, context_length, load_model
+from batchgen.models.loader import DTYPES, LoadedModel, context_length, load_model
 from batchgen.models.probe import LayerAttention, probe_model
 from batchgen.models.source import ModelSource, find_model, find_tokenizer
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import Task, UsageError
 from batchgen_kernels.backend import AttentionBackend
-from batchgen_kernels.capability import CAPABILITIES
+from batchgen_kernels.capability import CAPABILITIES, KV_DTYPES
 from batchgen_kernels.registry import BackendError, Selection, select
 
 CPU_BATCHED_TOKENS = 512
 CPU_SEQUENCES = 64
 BLOCK_SIZE = 16
+KV_DTYPE_NAMES = {**DTYPES, "int8": torch.int8}
 logger = logging.getLogger(__name__)
 
 
@@ -87,19 +88,21 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     threads = config.num_threads or max(1, default_threads() // config.sharers)
     torch.set_num_threads(threads)
     dtype = "float32" if config.dtype == "auto" else config.dtype
+    kv_dtype = _kv_dtype(config.kv_cache_dtype, dtype)
     tokenizer = tokenizer or load_tokenizer(config)
     folder = _source(config).weights_folder()
     loaded = load_model(folder, dtype, allow_pickle=config.allow_pickle, task=Task(config.task))
     config = dataclasses.replace(
         config,
         dtype=dtype,
+        kv_cache_dtype=kv_dtype,
         max_num_batched_tokens=config.max_num_batched_tokens or CPU_BATCHED_TOKENS,
         max_num_seqs=config.max_num_seqs or CPU_SEQUENCES,
         block_size=config.block_size or BLOCK_SIZE,
         num_threads=threads,
     )
     layers = probe_model(loaded.model, config.max_model_len or 1)
-    backend, reason = _backend(config, layers, loaded.dtype)
+    backend, reason = _backend(config, layers)
     _check_block_size(backend, config.block_size or BLOCK_SIZE)
     memory = _memory(config, loaded, layers, backend)
     if config.max_model_len is None:
@@ -111,6 +114,7 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
         layers,
         backend,
         layout,
+        kv_dtype=KV_DTYPE_NAMES[kv_dtype],
         num_blocks=memory.num_blocks,
         block_size=memory.shape.block_size,
         row_multiple=row_multiple or 1,
@@ -133,7 +137,7 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
         tokenizer=tokenizer,
         loaded=loaded,
         config=config,
-        pinned={"dtype": dtype, "max_model_len": memory.max_model_len},
+        pinned={"dtype": dtype, "kv_cache_dtype": kv_dtype, "max_model_len": memory.max_model_len},
         facts=_facts(threads, backend, invariant, row_multiple, memory),
         notes=[*memory.table(), f"attention: {reason}", _invariance_note(config, invariant)],
     )
@@ -147,9 +151,24 @@ def _labels(loaded: LoadedModel) -> Labels | None:
     return Labels(names, config.problem_type)
 
 
-def _backend(config: EngineConfig, layers: list[LayerAttention], dtype: torch.dtype) -> Selection:
+def _kv_dtype(asked: str, dtype: str) -> str:
+    if asked == "auto":
+        return dtype
+    allowed = KV_DTYPES[DTYPES[dtype]]
+    if KV_DTYPE_NAMES[asked] not in allowed:
+        names = [name for name, known in KV_DTYPE_NAMES.items() if known in allowed]
+        raise UsageError(
+            f"engine.kv_cache_dtype: {asked} is not for a model in {dtype}, whose keys and values can be "
+            f"stored as {' or '.join(names)}; use one of them, or auto"
+        )
+    return asked
+
+
+def _backend(config: EngineConfig, layers: list[LayerAttention]) -> Selection:
+    specs = [layer.spec for layer in layers]
+    dtype, kv_dtype = DTYPES[config.dtype], KV_DTYPE_NAMES[config.kv_cache_dtype]
     try:
-        return select(config.attention, [layer.spec for layer in layers], torch.device("cpu"), dtype)
+        return select(config.attention, specs, torch.device("cpu"), dtype, kv_dtype)
     except BackendError as error:
         raise UsageError(f"engine.attention: {error}") from error
 
@@ -173,7 +192,7 @@ def _memory(
     layout = plan_kv_layout(
         layers,
         backend,
-        loaded.dtype,
+        KV_DTYPE_NAMES[config.kv_cache_dtype],
         block_size=config.block_size,
         max_chunk=config.max_num_batched_tokens,
         max_tokens=config.max_model_len or context,

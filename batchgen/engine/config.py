@@ -24,6 +24,8 @@ class EngineConfig:
         max_num_seqs: most requests running at once.
         block_size: tokens in a KV cache block.
         kv_cache_memory: bytes for the KV cache.
+        kv_cache_dtype: what keys and values are stored as: `auto` (as `dtype`), `float32`, `bfloat16`,
+            `float16` or `int8`.
         prefix_caching: share blocks of equal prefixes.
         deterministic: `auto` checks batch invariance where it is promised; False skips the padding it
             needs; True makes its absence an error.
@@ -44,6 +46,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     block_size: int | None = None
     kv_cache_memory: int | None = None
+    kv_cache_dtype: str = "auto"
     prefix_caching: bool = True
     deterministic: str | bool = "auto"
     num_threads: int | None = None

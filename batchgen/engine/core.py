@@ -403,7 +403,7 @@ class EngineCore:
             RowError(
                 ErrorClass.NONFINITE,
                 f"the model's {what} at position {position} are not finite; "
-                "try model.dtype: float32, or check the weights",
+                "try model.dtype: float32 with engine.kv_cache_dtype: auto, or check the weights",
             ),
         )
 

@@ -12,13 +12,13 @@ import torch
 from batchgen.core.kv_layout import KVCacheLayout, plan_layout
 from batchgen.core.kv_spec import KVCacheSpec
 from batchgen.models.probe import LayerAttention
-from batchgen_kernels.backend import PAGE_ALIGNMENT, AttentionBackend, KVCache
+from batchgen_kernels.backend import AttentionBackend, KVCache
 
 
 def plan_kv_layout(
     layers: Sequence[LayerAttention],
     backend: AttentionBackend,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     *,
     block_size: int,
     max_chunk: int,
@@ -26,11 +26,12 @@ def plan_kv_layout(
 ) -> KVCacheLayout:
     """`core.kv_layout.plan_layout` for the layers that the probe found and the pages of a backend."""
 
-    def page_bytes(layer: LayerAttention) -> int:
-        size = backend.bytes_per_block(layer.spec, block_size, dtype)
-        return -(-size // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
-
-    specs = [KVCacheSpec(page_bytes(layer), layer.spec.sliding_window, layer.source) for layer in layers]
+    specs = [
+        KVCacheSpec(
+            backend.bytes_per_block(layer.spec, block_size, kv_dtype), layer.spec.sliding_window, layer.source
+        )
+        for layer in layers
+    ]
     return plan_layout(specs, block_size=block_size, max_chunk=max_chunk, max_tokens=max_tokens)
 
 
@@ -44,7 +45,7 @@ class KVMemory:
         layout: what lies where.
         layers: as in the layout.
         backend: divides a layer's pages into keys and values.
-        dtype: of the stored elements.
+        kv_dtype: of the stored elements.
         num_blocks: blocks in the pool, the null block included.
         block_size: tokens in a block.
     """
@@ -54,7 +55,7 @@ class KVMemory:
         layout: KVCacheLayout,
         layers: Sequence[LayerAttention],
         backend: AttentionBackend,
-        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         *,
         num_blocks: int,
         block_size: int,
@@ -63,7 +64,7 @@ class KVMemory:
         self.caches: list[KVCache] = []
         for layer, spec, place in zip(layers, layout.specs, layout.places, strict=True):
             pages = self.buffers[place.buffer][:, place.offset : place.offset + spec.page_bytes]
-            self.caches.append(backend.view(layer.spec, pages, block_size, dtype))
+            self.caches.append(backend.view(layer.spec, pages, block_size, kv_dtype))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) blocks of any group; all are read before any is written."""

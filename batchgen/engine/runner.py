@@ -54,6 +54,7 @@ class ModelRunner:
         layers: what each layer's attention needs, from the probe.
         backend: computes attention and knows what is in a page.
         layout: which layers share block tables and memory.
+        kv_dtype: what keys and values are stored as.
         num_blocks: blocks in the pool, the null block included.
         block_size: tokens in a block.
         row_multiple: forward passes are padded to a multiple of this many rows.
@@ -66,6 +67,7 @@ class ModelRunner:
         backend: AttentionBackend,
         layout: KVCacheLayout,
         *,
+        kv_dtype: torch.dtype,
         num_blocks: int,
         block_size: int,
         row_multiple: int,
@@ -76,9 +78,7 @@ class ModelRunner:
         self.block_size = block_size
         self.row_multiple = row_multiple
         self.layout = layout
-        self.kv = KVMemory(
-            layout, layers, backend, loaded.dtype, num_blocks=num_blocks, block_size=block_size
-        )
+        self.kv = KVMemory(layout, layers, backend, kv_dtype, num_blocks=num_blocks, block_size=block_size)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> torch.Tensor:

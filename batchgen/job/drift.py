@@ -210,8 +210,11 @@ def _window(value: Any, difference: int) -> str:
 
 def _filled(result: Mapping[str, Any], pinned: Mapping[str, Any]) -> dict[str, Any]:
     """A result part with open choices (`auto`, null) replaced by what the first attempt pinned."""
-    model = {
-        key: pinned.get(key, value) if value in ("auto", None) else value
-        for key, value in result["model"].items()
+    filled = {
+        section: {
+            key: pinned.get(key, value) if value in ("auto", None) else value
+            for key, value in result.get(section, {}).items()
+        }
+        for section in ("model", "engine")
     }
-    return {**result, "model": model}
+    return {**result, **filled}

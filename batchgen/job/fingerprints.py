@@ -64,7 +64,8 @@ def fingerprint(spec: JobSpec, files: ModelFiles, input_files: Mapping[str, Any]
         UsageError: a file of the model cannot be read.
     """
     job = resolved_dict(spec, _concealed)
-    model = job["model"]
+    model, engine = job["model"], dict(job["engine"])
+    kv_dtype = engine.pop("kv_cache_dtype")
     return Fingerprints(
         input={
             "format": FORMAT,
@@ -82,6 +83,7 @@ def fingerprint(spec: JobSpec, files: ModelFiles, input_files: Mapping[str, Any]
             "weights": hash_files(files.weights),
             "tokenizer": None if files.tokenizer is None else _tokenizer(files.tokenizer),
             "model": {key: model[key] for key in ("dtype", "max_model_len", "generation_defaults")},
+            "engine": {"kv_cache_dtype": None if kv_dtype == "auto" else kv_dtype},
             "prompt": job["prompt"],
             "sampling": job["sampling"],
             "output": {
@@ -89,7 +91,7 @@ def fingerprint(spec: JobSpec, files: ModelFiles, input_files: Mapping[str, Any]
                 for key in ("format", "compression", "columns", "include", "part_rows")
             },
         },
-        engine={"format": FORMAT, "engine": job["engine"]},
+        engine={"format": FORMAT, "engine": engine},
     )
 
 

@@ -150,6 +150,7 @@ PositiveBytes = Annotated[int, Size, AfterValidator(_positive)]
 Count = Annotated[int, Field(ge=1, lt=2**62)]
 Auto = Literal["auto"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
+KVDtypeName = DtypeName | Literal["int8"]
 COUNT = "a whole number of 1 or more"
 DURATION = "a duration such as 20s, 5m or 1h30m, or seconds"
 
@@ -386,7 +387,7 @@ class RunSpec(Section):
 
 
 class EngineSpec(Section):
-    """How the engine runs; nothing here blocks a resume."""
+    """How the engine runs; only `kv_cache_dtype` blocks a resume."""
 
     device: Annotated[Literal["auto", "cpu"], Rule("auto or cpu", later=("cuda", "gpu"))] = "auto"
     attention: Annotated[
@@ -397,6 +398,11 @@ class EngineSpec(Section):
     max_num_seqs: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"
     block_size: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"
     kv_cache_memory: Annotated[Auto | PositiveBytes, Rule("auto or a size such as 4GB")] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "int8"],
+        BeforeValidator(_dtype, json_schema_input_type=KVDtypeName),
+        Rule("auto, float32, bfloat16, float16 or int8"),
+    ] = "auto"
     prefix_caching: Annotated[bool, Rule("true or false")] = True
     deterministic: Annotated[Auto | bool, Rule("auto, true or false")] = "auto"
 

@@ -26,7 +26,6 @@ MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("output", "samples"): ("list",),
     ("run", "executor"): ("local",),
     ("run", "join"): (False,),
-    ("engine", "kv_cache_dtype"): ("auto",),
     ("engine", "speculative"): (None,),
     ("engine", "tensor_parallel"): (1,),
     ("engine", "pipeline_parallel"): (1,),

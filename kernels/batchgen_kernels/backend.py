@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,30 +14,55 @@ from batchgen_kernels.spec import AttentionSpec
 
 PAGE_ALIGNMENT = 64
 """Bytes: a line of the processor's cache, and more than any element."""
+Part = tuple[torch.dtype, tuple[int, ...]]
+"""The dtype and the shape of one tensor in a page."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCache:
-    """Keys and values of one layer, in blocks. The first dimension of both tensors is the block id.
+    """Keys and values of one layer, in blocks. The first dimension of every tensor is the block id.
 
     The other dimensions are the backend's own and contiguous; only that backend reads or writes them. From
-    block to block it may be further than that: other layers then lie between.
+    block to block it may be further than that, by the same number of bytes in every tensor: other layers then
+    lie between.
+
+    Args:
+        key: as stored.
+        value: as stored.
+        block_size: positions in a block.
+        key_scale: float32, what int8 keys are multiplied by; None in other dtypes.
+        value_scale: the same for values.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     block_size: int
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool, the null block 0 included."""
         return int(self.key.shape[0])
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stored elements."""
+        return self.key.dtype
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, scales included."""
+        every = (self.key, self.value, self.key_scale, self.value_scale)
+        return [tensor for tensor in every if tensor is not None]
+
 
 class AttentionBackend(Protocol):
     """Causal attention over a paged cache.
 
-    In one step of a layer `write` comes first, with all rows of the step, then `attend`.
+    In one step of a layer `write` comes first, with all rows of the step, then `attend`, which reads the
+    step's own keys and values back as they were stored, so that where a prompt is cut into steps changes
+    nothing.
     """
 
     @property
@@ -46,21 +71,40 @@ class AttentionBackend(Protocol):
         ...
 
     def supports(
-        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype = torch.float32
+        self,
+        spec: AttentionSpec,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
     ) -> str | None:
-        """Why this backend cannot run `spec` there, or None if it can."""
+        """Why this backend cannot run `spec` there, or None if it can.
+
+        Args:
+            spec: the layer.
+            device: of queries, keys and values.
+            dtype: of queries, keys and values.
+            kv_dtype: what keys and values are stored as; None for `dtype`.
+        """
         ...
 
-    def bytes_per_block(self, spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes that one block takes in one layer, keys and values, padding of the layout included."""
+    def bytes_per_block(self, spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> int:
+        """Bytes of one block of one layer: keys, values, scales of int8, and padding of the layout.
+
+        A multiple of `PAGE_ALIGNMENT`.
+        """
         ...
 
-    def view(self, spec: AttentionSpec, pages: torch.Tensor, block_size: int, dtype: torch.dtype) -> KVCache:
+    def view(
+        self, spec: AttentionSpec, pages: torch.Tensor, block_size: int, kv_dtype: torch.dtype
+    ) -> KVCache:
         """Take memory as the cache of one layer; nothing is copied or written.
 
         Args:
+            spec: the layer.
             pages: uint8 [num_blocks, at least `bytes_per_block`], a page for each block, of zeros or of what
                 another layer left. Pages start at multiples of `PAGE_ALIGNMENT` and need not be neighbours.
+            block_size: positions in a block.
+            kv_dtype: what keys and values are stored as.
 
         Raises:
             ValueError: the block size, dtype or page does not fit this backend's layout.
@@ -68,7 +112,11 @@ class AttentionBackend(Protocol):
         ...
 
     def write(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, meta: AttentionMetadata) -> None:
-        """Store key [T, num_kv_heads, head_size], value [T, num_kv_heads, v_head_size] at slot_mapping."""
+        """Store key [T, num_kv_heads, head_size], value [T, num_kv_heads, v_head_size] at slot_mapping.
+
+        What a token is stored as depends on that token alone. See `storage.stored` for the rounding; what is
+        not finite after it is stored as NaN, so that it is seen in every row that attends to it.
+        """
         ...
 
     def attend(
@@ -105,27 +153,38 @@ def allocate(
     num_blocks: int,
     block_size: int,
     device: torch.device,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> KVCache:
     """A zeroed cache for one layer, in memory of its own; raises as `AttentionBackend.view` does."""
-    page = backend.bytes_per_block(spec, block_size, dtype)
+    page = backend.bytes_per_block(spec, block_size, kv_dtype)
     pages = torch.zeros(num_blocks, page, dtype=torch.uint8, device=device)
-    return backend.view(spec, pages, block_size, dtype)
+    return backend.view(spec, pages, block_size, kv_dtype)
 
 
-def divide_pages(
-    pages: torch.Tensor, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """Views [num_blocks, *shape] of `dtype`, one for each shape, end to end from the start of each page.
+def page_bytes(parts: Sequence[Part]) -> int:
+    """Bytes of a page that holds `parts` one after the other, rounded up to `PAGE_ALIGNMENT`."""
+    return -(-sum(map(_part_bytes, parts)) // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+
+
+def divide_pages(pages: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
+    """A view [num_blocks, *shape] for each part, end to end from the start of each page.
+
+    Parts of larger elements come first, so that each is aligned.
 
     Raises:
-        ValueError: the shapes need more than a page.
+        ValueError: the parts need more than a page.
     """
+    if page_bytes(parts) > pages.shape[1]:
+        raise ValueError(f"pages of {pages.shape[1]} bytes are too small for a block of this layer")
     views, start = [], 0
-    for shape in shapes:
-        end = start + math.prod(shape) * dtype.itemsize
-        if end > pages.shape[1]:
-            raise ValueError(f"pages of {pages.shape[1]} bytes are too small for a block of this layer")
+    for part in parts:
+        end = start + _part_bytes(part)
+        dtype, shape = part
         views.append(pages[:, start:end].view(dtype).view(-1, *shape))
         start = end
     return views
+
+
+def _part_bytes(part: Part) -> int:
+    dtype, shape = part
+    return math.prod(shape) * dtype.itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ class Capability:
         target: "module:class" of the implementation, imported when it is selected.
         devices: torch device types.
         dtypes: of queries, keys and values.
+        kv_dtypes: what keys and values can be stored as; `KV_DTYPES` says which of them a dtype allows.
         requires: modules that must be installed, checked without importing them.
         block_size_multiple: block sizes are multiples of this.
         max_head_size: largest head_size and v_head_size.
@@ -28,13 +30,24 @@ class Capability:
     target: str
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
+    kv_dtypes: frozenset[torch.dtype]
     requires: tuple[str, ...] = ()
     block_size_multiple: int = 1
     max_head_size: int = 1024
     batch_invariant: bool = False
 
-    def refusal(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why this backend cannot run `spec` on `device` in `dtype`, or None if it can."""
+    def refusal(
+        self,
+        spec: AttentionSpec,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+    ) -> str | None:
+        """Why this backend cannot run `spec` on `device` in `dtype`, or None if it can.
+
+        `kv_dtype` is what keys and values are stored as; None for `dtype`.
+        """
+        kv_dtype = dtype if kv_dtype is None else kv_dtype
         missing = [m for m in self.requires if importlib.util.find_spec(m) is None]
         widest = max(spec.head_size, spec.v_head_size)
         if missing:
@@ -42,7 +55,19 @@ class Capability:
         if device.type not in self.devices:
             return f"the {self.name} attention backend runs on {_names(self.devices)}, not on {device.type}"
         if dtype not in self.dtypes:
-            return f"the {self.name} attention backend computes in {_names(self.dtypes)}, not in {dtype}"
+            return (
+                f"the {self.name} attention backend computes in {_names(self.dtypes)}, not in {_name(dtype)}"
+            )
+        if kv_dtype not in KV_DTYPES[dtype]:
+            return (
+                f"keys and values of a {_name(dtype)} model are stored as {_names(KV_DTYPES[dtype])}, "
+                f"not as {_name(kv_dtype)}"
+            )
+        if kv_dtype not in self.kv_dtypes:
+            return (
+                f"the {self.name} attention backend stores keys and values as {_names(self.kv_dtypes)}, "
+                f"not as {_name(kv_dtype)}"
+            )
         if widest > self.max_head_size:
             return (
                 f"the {self.name} attention backend takes head sizes up to {self.max_head_size}, not {widest}"
@@ -50,9 +75,25 @@ class Capability:
         return None
 
 
-def _names(values: frozenset[str] | frozenset[torch.dtype]) -> str:
-    return " or ".join(sorted(map(str, values)))
+def _name(value: str | torch.dtype) -> str:
+    return str(value).removeprefix("torch.")
 
+
+def _names(values: Iterable[str] | Iterable[torch.dtype]) -> str:
+    return " or ".join(sorted(map(_name, values)))
+
+
+KV_DTYPES: Mapping[torch.dtype, frozenset[torch.dtype]] = {
+    torch.float64: frozenset({torch.float64}),
+    torch.float32: frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8}),
+    torch.bfloat16: frozenset({torch.bfloat16, torch.int8}),
+    torch.float16: frozenset({torch.float16, torch.int8}),
+}
+"""What keys and values of each dtype may be stored as.
+
+More than the model computes with would cost memory and hold nothing more; of the two 16-bit dtypes, each
+lacks range or precision that the other has.
+"""
 
 # In the order in which 'auto' tries them.
 CAPABILITIES: dict[str, Capability] = {
@@ -62,7 +103,8 @@ CAPABILITIES: dict[str, Capability] = {
             name="cpu",
             target="batchgen_kernels.cpu:CpuBackend",
             devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32}),
+            dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+            kv_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8}),
             requires=("numba",),
             block_size_multiple=16,
             batch_invariant=True,
@@ -71,7 +113,8 @@ CAPABILITIES: dict[str, Capability] = {
             name="reference",
             target="batchgen_kernels.reference:ReferenceBackend",
             devices=frozenset({"cpu", "cuda"}),
-            dtypes=frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16}),
+            dtypes=frozenset(KV_DTYPES),
+            kv_dtypes=frozenset(KV_DTYPES) | {torch.int8},
         ),
     )
 }

@@ -1,7 +1,8 @@
 """Attention in plain torch, one sequence at a time: the truth that the other backends are tested against.
 
 Also what runs where no faster backend does. Cache layout: key [num_blocks, block_size, num_kv_heads,
-head_size], value the same with v_head_size; blocks are a stride apart.
+head_size], value the same with v_head_size; scales of int8 [num_blocks, block_size, num_kv_heads]. Blocks are
+a stride apart.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import torch
 
 from batchgen_kernels import backend as common
-from batchgen_kernels.backend import KVCache
+from batchgen_kernels.backend import KVCache, Part
 from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.spec import AttentionSpec
+from batchgen_kernels.storage import dequantize, quantize, stored
 
 
 class ReferenceBackend:
@@ -21,25 +23,33 @@ class ReferenceBackend:
     name = "reference"
 
     def supports(
-        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype = torch.float32
+        self,
+        spec: AttentionSpec,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
     ) -> str | None:
-        return CAPABILITIES[self.name].refusal(spec, device, dtype)
+        return CAPABILITIES[self.name].refusal(spec, device, dtype, kv_dtype)
 
-    def bytes_per_block(self, spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> int:
-        return block_size * spec.num_kv_heads * (spec.head_size + spec.v_head_size) * dtype.itemsize
+    def bytes_per_block(self, spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> int:
+        return common.page_bytes(_parts(spec, block_size, kv_dtype))
 
-    def view(self, spec: AttentionSpec, pages: torch.Tensor, block_size: int, dtype: torch.dtype) -> KVCache:
-        shapes = [(block_size, spec.num_kv_heads, size) for size in (spec.head_size, spec.v_head_size)]
-        key, value = common.divide_pages(pages, shapes, dtype)
-        return KVCache(key, value, block_size)
+    def view(
+        self, spec: AttentionSpec, pages: torch.Tensor, block_size: int, kv_dtype: torch.dtype
+    ) -> KVCache:
+        *scales, key, value = common.divide_pages(pages, _parts(spec, block_size, kv_dtype))
+        return KVCache(key, value, block_size, *scales)
 
     def write(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, meta: AttentionMetadata) -> None:
         meta.check(kv.num_blocks)
         rows = (meta.slot_mapping >= 0).nonzero().squeeze(1)
         slots = meta.slot_mapping[rows]
-        places = slots // kv.block_size, slots % kv.block_size
-        kv.key.index_put_(places, key[rows].to(kv.key.dtype))
-        kv.value.index_put_(places, value[rows].to(kv.value.dtype))
+        place = (slots // kv.block_size, slots % kv.block_size)
+        for vectors, target, scales in ((key, kv.key, kv.key_scale), (value, kv.value, kv.value_scale)):
+            if scales is None:
+                target[place] = stored(vectors[rows], target.dtype)
+            else:
+                target[place], scales[place] = quantize(vectors[rows])
 
     def attend(
         self,
@@ -61,9 +71,19 @@ class ReferenceBackend:
         return out
 
 
+def _parts(spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> list[Part]:
+    """Two kinds of scales for int8, then keys and values."""
+    vectors = (block_size, spec.num_kv_heads)
+    scales: list[Part] = [(torch.float32, vectors)] * 2 if kv_dtype == torch.int8 else []
+    return [*scales, (kv_dtype, (*vectors, spec.head_size)), (kv_dtype, (*vectors, spec.v_head_size))]
+
+
 def _gather(kv: KVCache, table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = table[: -(-seq_len // kv.block_size)].long()
-    return kv.key[blocks].flatten(0, 1)[:seq_len], kv.value[blocks].flatten(0, 1)[:seq_len]
+    key, value, *scales = (tensor[blocks].flatten(0, 1)[:seq_len] for tensor in kv.tensors)
+    if scales:
+        key, value = dequantize(key, scales[0]), dequantize(value, scales[1])
+    return key, value
 
 
 def _attend_sequence(

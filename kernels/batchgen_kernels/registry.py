@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -29,19 +29,27 @@ def select(
     specs: AttentionSpec | Iterable[AttentionSpec],
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
 ) -> Selection:
     """The backend called `name`, or for "auto" the first of the capability table that can run all `specs`.
+
+    `dtype` is what the model computes in, `kv_dtype` what keys and values are stored as; None for `dtype`.
 
     Raises:
         BackendError: the name is unknown, or the backend refuses one of the specs.
     """
     device = torch.device(device)
     every = [specs] if isinstance(specs, AttentionSpec) else list(specs)
+
+    def refusal_of(capability: Capability) -> str | None:
+        refusals = (capability.refusal(spec, device, dtype, kv_dtype) for spec in every)
+        return next(filter(None, refusals), None)
+
     if name != "auto":
-        return _select_named(name, every, device, dtype)
+        return _select_named(name, refusal_of)
     refusals: list[str] = []
     for capability in CAPABILITIES.values():
-        refusal = _refusal(capability, every, device, dtype)
+        refusal = refusal_of(capability)
         if refusal is None:
             why = "; ".join(refusals) or f"the fastest that runs this model on {device.type}"
             return Selection(_load(capability), f"{capability.name}: {why}")
@@ -49,23 +57,15 @@ def select(
     raise BackendError(f"no attention backend can run this model: {'; '.join(refusals)}")
 
 
-def _select_named(
-    name: str, specs: list[AttentionSpec], device: torch.device, dtype: torch.dtype
-) -> Selection:
+def _select_named(name: str, refusal_of: Callable[[Capability], str | None]) -> Selection:
     capability = CAPABILITIES.get(name)
     if capability is None:
         known = ", ".join(["auto", *CAPABILITIES])
         raise BackendError(f"attention backend {name!r} does not exist; use one of {known}")
-    refusal = _refusal(capability, specs, device, dtype)
+    refusal = refusal_of(capability)
     if refusal is not None:
         raise BackendError(f"{refusal}; use 'auto' or another backend")
     return Selection(_load(capability), f"{name}: asked for by name")
-
-
-def _refusal(
-    capability: Capability, specs: list[AttentionSpec], device: torch.device, dtype: torch.dtype
-) -> str | None:
-    return next(filter(None, (capability.refusal(s, device, dtype) for s in specs)), None)
 
 
 def _load(capability: Capability) -> AttentionBackend:

@@ -12,7 +12,7 @@ from tiny_models import save_tiny_llama
 
 from batchgen.types import SamplingParams
 
-SCHEDULES = 12
+SCHEDULES = {"float32": 12, "bfloat16": 4, "float16": 4, "int8": 4}
 
 
 @pytest.fixture(scope="module")
@@ -28,19 +28,20 @@ def make_prompts(rng: random.Random) -> list[list[int]]:
     ]
 
 
-def test_bits_do_not_depend_on_the_schedule(folder: Path) -> None:
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "int8"])
+def test_bits_do_not_depend_on_the_schedule(folder: Path, stored: str) -> None:
     rng = random.Random(3)
     prompts = make_prompts(rng)
     sampling = [
         SamplingParams(max_tokens=12, temperature=0.8 if i % 3 == 0 else 0.0, ignore_eos=True)
         for i in range(len(prompts))
     ]
-    alone = make_engine(folder, max_num_seqs=1, prefix_caching=False)
+    alone = make_engine(folder, max_num_seqs=1, prefix_caching=False, kv_cache_dtype=stored)
     assert alone.facts["batch_invariant"]
     truth = record_logits(alone)
     expected = [o.token_ids for o in run(alone, prompts, sampling)]
     preemptions = 0
-    for _ in range(SCHEDULES):
+    for _ in range(SCHEDULES[stored]):
         engine = small_pool(
             folder,
             tokens=rng.choice((128, 256, 2048)),
@@ -48,6 +49,7 @@ def test_bits_do_not_depend_on_the_schedule(folder: Path) -> None:
             max_num_seqs=rng.choice((2, 5, 16)),
             max_num_batched_tokens=rng.choice((16, 48, 512)),
             prefix_caching=rng.random() < 0.7,
+            kv_cache_dtype=stored,
         )
         seen = record_logits(engine)
         order = rng.sample(range(len(prompts)), len(prompts))

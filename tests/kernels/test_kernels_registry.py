@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -18,17 +19,23 @@ SPEC = AttentionSpec(num_heads=2, num_kv_heads=1, head_size=8, v_head_size=8, sc
 
 def test_auto_takes_the_first_that_can() -> None:
     assert select("auto", SPEC, "cpu").backend.name == "cpu"
-    chosen = select("auto", [SPEC, SPEC], "cpu", torch.bfloat16)
+    assert select("auto", SPEC, "cpu", torch.bfloat16, torch.int8).backend.name == "cpu"
+    chosen = select("auto", [SPEC, SPEC], "cpu", torch.float64)
     assert chosen.backend.name == "reference"
-    assert "the cpu attention backend computes in torch.float32, not in torch.bfloat16" in chosen.reason
+    reason = "the cpu attention backend computes in bfloat16 or float16 or float32, not in float64"
+    assert reason in chosen.reason
 
 
 def test_a_name_is_obeyed_or_refused() -> None:
     assert select("reference", SPEC, "cpu").backend.name == "reference"
     with pytest.raises(BackendError, match="'fast' does not exist; use one of auto, cpu, reference"):
         select("fast", SPEC, "cpu")
-    with pytest.raises(BackendError, match=r"not in torch\.bfloat16; use 'auto'"):
-        select("cpu", SPEC, "cpu", torch.bfloat16)
+    with pytest.raises(BackendError, match="not in float64; use 'auto'"):
+        select("cpu", SPEC, "cpu", torch.float64)
+    with pytest.raises(
+        BackendError, match="of a bfloat16 model are stored as bfloat16 or int8, not as float16"
+    ):
+        select("reference", SPEC, "cpu", torch.bfloat16, torch.float16)
 
 
 def test_every_backend_agrees_with_the_table() -> None:
@@ -36,9 +43,33 @@ def test_every_backend_agrees_with_the_table() -> None:
         backend = select(name, SPEC, "cpu").backend
         assert backend.name == name
         for dtype in (torch.float32, torch.float16, torch.int8):
-            assert backend.supports(SPEC, torch.device("cpu"), dtype) == capability.refusal(
-                SPEC, torch.device("cpu"), dtype
-            )
+            for kv_dtype in (None, torch.float32, torch.float16, torch.int8):
+                case = (SPEC, torch.device("cpu"), dtype, kv_dtype)
+                assert backend.supports(*case) == capability.refusal(*case)
+
+
+def test_the_table_of_what_keys_and_values_are_stored_as() -> None:
+    """Every combination of model dtype, stored dtype, backend and device, written out."""
+    names = ("float32", "bfloat16", "float16", "int8")
+    allowed = {
+        (backend, device, dtype, kv_dtype)
+        for backend, device, dtype, kv_dtype in itertools.product(
+            CAPABILITIES, ("cpu", "cuda"), names[:3], names
+        )
+        if CAPABILITIES[backend].refusal(
+            SPEC, torch.device(device), getattr(torch, dtype), getattr(torch, kv_dtype)
+        )
+        is None
+    }
+    pairs = {
+        *(("float32", kv_dtype) for kv_dtype in names),
+        ("bfloat16", "bfloat16"),
+        ("bfloat16", "int8"),
+        ("float16", "float16"),
+        ("float16", "int8"),
+    }
+    places = {("cpu", "cpu"), ("reference", "cpu"), ("reference", "cuda")}
+    assert allowed == {(*place, *pair) for place in places for pair in pairs}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,12 @@ FILES = {
     "files": [{"path": "a.jsonl", "compression": None, "size": 10, "mtime_ns": 5, "footer": None}],
 }
 ACCEPT = " To keep what is finished and compute the other rows this way, add --accept-drift."
-PINNED = {"dtype": "float32", "max_model_len": 2048, "generation_defaults": {"temperature": 0.6}}
+PINNED = {
+    "dtype": "float32",
+    "kv_cache_dtype": "float32",
+    "max_model_len": 2048,
+    "generation_defaults": {"temperature": 0.6},
+}
 
 
 @pytest.fixture
@@ -62,6 +67,7 @@ def test_the_same_job_has_the_same_digests(model: Path, job_file: Write) -> None
         ("prompt.chat_template={{ 1 }}", "  prompt.chat_template\n    - null\n    + '{{ 1 }}'"),
         ("prompt.chat_template_kwargs={a: 1}", "  prompt.chat_template_kwargs.a\n    - null\n    + 1"),
         ("model.dtype=bf16", "  model.dtype\n    - 'float32'\n    + 'bfloat16'"),
+        ("engine.kv_cache_dtype=int8", "  engine.kv_cache_dtype\n    - 'float32'\n    + 'int8'"),
         ("model.max_model_len=4096", "  model.max_model_len\n    - 2048\n    + 4096"),
         ("output.format=jsonl", "  output.format\n    - 'parquet'\n    + 'jsonl'"),
         ("input.where=n > 1", "  input.where\n    - null\n    + 'n > 1'"),
@@ -88,6 +94,7 @@ def test_what_changes_results_is_refused_with_a_diff(
     "change",
     [
         "model.dtype=float32",
+        "engine.kv_cache_dtype=fp32",
         "model.max_model_len=2048",
         "input.limit=5",
         "input.rows=5:10",

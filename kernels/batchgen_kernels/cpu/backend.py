@@ -1,8 +1,8 @@
-"""Paged attention in float32 on the processor; the engine's default there.
+"""Paged attention on the processor, computed in float32; the engine's default there.
 
 A row's output has the same bits whatever shares the step, however the prompt was cut into steps, on any
 number of threads: each row sums over its keys by position from 0, in tiles that start at multiples of
-`TILE`, with roundings that `simd.py` spells out.
+`TILE`, with roundings that `simd.py` spells out. This holds whatever keys and values are stored as.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from batchgen_kernels import backend as common
-from batchgen_kernels.backend import KVCache
+from batchgen_kernels.backend import KVCache, Part
 from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.cpu import kernel
 from batchgen_kernels.cpu.kernel import AttendArgument, WriteArgument
@@ -61,32 +61,39 @@ class CpuBackend:
         self._scratch = np.empty(0, dtype=np.float32)
 
     def supports(
-        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype = torch.float32
+        self,
+        spec: AttentionSpec,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
     ) -> str | None:
-        return CAPABILITIES[self.name].refusal(spec, device, dtype)
+        return CAPABILITIES[self.name].refusal(spec, device, dtype, kv_dtype)
 
-    def bytes_per_block(self, spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> int:
-        width = _padded(spec.v_head_size)
-        return block_size * spec.num_kv_heads * (spec.head_size + width) * dtype.itemsize
+    def bytes_per_block(self, spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> int:
+        return common.page_bytes(_parts(spec, block_size, kv_dtype))
 
-    def view(self, spec: AttentionSpec, pages: torch.Tensor, block_size: int, dtype: torch.dtype) -> KVCache:
-        refusal = self.supports(spec, pages.device, dtype)
+    def view(
+        self, spec: AttentionSpec, pages: torch.Tensor, block_size: int, kv_dtype: torch.dtype
+    ) -> KVCache:
+        refusal = self.supports(spec, pages.device, torch.float32, kv_dtype)
         if refusal is None and (block_size < LANES or block_size % LANES):
             refusal = (
                 f"the cpu attention backend takes block sizes that are multiples of {LANES}, not {block_size}"
             )
         if refusal is not None:
             raise ValueError(refusal)
-        heads, width = spec.num_kv_heads, _padded(spec.v_head_size)
-        shapes = (heads, spec.head_size, block_size), (heads, block_size, width)
-        key, value = common.divide_pages(pages, shapes, dtype)
-        return KVCache(key, value, block_size)
+        # Compiling takes seconds the first time: while the engine is loaded, not in its first step.
+        kernel.compiled(kv_dtype)
+        *scales, key, value = common.divide_pages(pages, _parts(spec, block_size, kv_dtype))
+        return KVCache(key, value, block_size, *scales)
 
     def write(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, meta: AttentionMetadata) -> None:
         step = self._step(kv, meta)
         rows, heads, head_size = meta.num_rows, int(kv.key.shape[1]), int(kv.key.shape[2])
         width = int(kv.value.shape[3])
-        key, value = _rows("key", key, (rows, heads, head_size)), _rows("value", value, (rows, heads, None))
+        given = torch.float32 if kv.dtype == torch.int8 else kv.dtype
+        key = _rows("key", key, (rows, heads, head_size), given)
+        value = _rows("value", value, (rows, heads, None), given)
         if _padded(int(value.shape[2])) != width:
             raise ValueError(f"values of width {value.shape[2]} do not fit a cache of padded width {width}")
         chunks = -(-rows // _ROWS_PER_WRITE)
@@ -101,17 +108,15 @@ class CpuBackend:
             v_head_size=value.shape[2],
             v_width=width,
             key_in=key.data_ptr(),
-            key_token_stride=key.stride(0),
-            key_head_stride=key.stride(1),
+            key_token_stride=key.stride(0) * given.itemsize,
+            key_head_stride=key.stride(1) * given.itemsize,
             value_in=value.data_ptr(),
-            value_token_stride=value.stride(0),
-            value_head_stride=value.stride(1),
-            key=kv.key.data_ptr(),
-            value=kv.value.data_ptr(),
-            key_block_stride=kv.key.stride(0),
-            value_block_stride=kv.value.stride(0),
+            value_token_stride=value.stride(0) * given.itemsize,
+            value_head_stride=value.stride(1) * given.itemsize,
         )
-        _run(kernel.WRITE, argument, torch.get_num_threads() if key.numel() > _SERIAL_FLOATS else 1)
+        _point_to(argument, kv)
+        function = kernel.compiled(kv.dtype).write.address
+        _run(function, argument, torch.get_num_threads() if key.numel() > _SERIAL_FLOATS else 1)
 
     def attend(
         self,
@@ -122,7 +127,8 @@ class CpuBackend:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         common.check_sinks(spec, sinks)
-        query = _rows("query", query, (meta.num_rows, spec.num_heads, spec.head_size))
+        dtype = query.dtype
+        query = _rows("query", query, (meta.num_rows, spec.num_heads, spec.head_size), torch.float32)
         threads = torch.get_num_threads()
         layer = self._layer_plan(self._step(kv, meta), meta, spec, threads)
         if self._scratch.size < threads * layer.scratch_floats:
@@ -134,13 +140,13 @@ class CpuBackend:
         argument = AttendArgument.from_buffer_copy(layer.template)
         argument.query = query.data_ptr()
         argument.query_token_stride, argument.query_head_stride, _ = query.stride()
-        argument.key, argument.value = kv.key.data_ptr(), kv.value.data_ptr()
-        argument.key_block_stride, argument.value_block_stride = kv.key.stride(0), kv.value.stride(0)
+        _point_to(argument, kv)
         argument.sinks = 0 if sinks is None else sinks.data_ptr()
         argument.out = out.data_ptr()
         argument.scratch = self._scratch.ctypes.data
-        _run(kernel.ATTEND, argument, threads if layer.plan.cost > _SERIAL_COST else 1)
-        return out
+        function = kernel.compiled(kv.dtype).attend.address
+        _run(function, argument, threads if layer.plan.cost > _SERIAL_COST else 1)
+        return out.to(dtype)
 
     def _step(self, kv: KVCache, meta: AttentionMetadata) -> _Step:
         step = self._steps.get(meta)
@@ -166,6 +172,26 @@ class CpuBackend:
 
 def _padded(v_head_size: int) -> int:
     return -(-v_head_size // LANES) * LANES
+
+
+def _parts(spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> list[Part]:
+    """Two kinds of scales for int8, then keys and values."""
+    heads = spec.num_kv_heads
+    scales: list[Part] = [(torch.float32, (heads, block_size))] * 2 if kv_dtype == torch.int8 else []
+    return [
+        *scales,
+        (kv_dtype, (heads, spec.head_size, block_size)),
+        (kv_dtype, (heads, block_size, _padded(spec.v_head_size))),
+    ]
+
+
+def _point_to(argument: AttendArgument | WriteArgument, kv: KVCache) -> None:
+    """Tell the kernel where the cache lies."""
+    argument.key, argument.value = kv.key.data_ptr(), kv.value.data_ptr()
+    argument.page = kv.key.stride(0) * kv.dtype.itemsize
+    argument.item_size = kv.dtype.itemsize
+    if kv.key_scale is not None and kv.value_scale is not None:
+        argument.key_scale, argument.value_scale = kv.key_scale.data_ptr(), kv.value_scale.data_ptr()
 
 
 def _make_layer_plan(plan: Plan, spec: AttentionSpec, block_size: int) -> _LayerPlan:
@@ -198,12 +224,16 @@ def _factors(spec: AttentionSpec) -> tuple[float, float]:
     return spec.scale / spec.softcap, spec.softcap * kernel.LOG2_E
 
 
-def _rows(name: str, tensor: torch.Tensor, shape: tuple[int, int, int | None]) -> torch.Tensor:
-    """`tensor` with its last dimension contiguous, refused unless it is what the kernel reads."""
+def _rows(
+    name: str, tensor: torch.Tensor, shape: tuple[int, int, int | None], wanted: torch.dtype
+) -> torch.Tensor:
+    """`tensor` in the dtype and layout that the kernel reads, refused unless it has the right shape."""
     fits = tensor.dim() == 3 and all(b is None or a == b for a, b in zip(tensor.shape, shape, strict=True))
-    if not fits or tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+    known = tensor.dtype in CAPABILITIES[CpuBackend.name].dtypes
+    if not fits or not known or tensor.device.type != "cpu":
         got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-        raise ValueError(f"the cpu attention backend takes a float32 {name} of shape {shape}, not {got}")
+        raise ValueError(f"the cpu attention backend takes a float {name} of shape {shape}, not {got}")
+    tensor = tensor.to(wanted)
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 

@@ -3,10 +3,11 @@
 Both take the address of a structure of int64 (`AttendArgument`, `WriteArgument`), so that they have the type
 `void (*)(void *)` which OpenMP runs on every thread of its team. Threads claim chunks of work by an atomic
 counter; which thread takes which chunk has no influence on any result.
-Compiled when this module is first imported on a machine, loaded from the cache afterwards.
+Compiled for what keys and values are stored as when that is first used on a machine, loaded from the cache
+afterwards.
 
 Cache layout of one layer, a block of 16 positions, head_size D and value width W (v_head_size rounded up
-to a multiple of 16):
+to a multiple of 16); int8 has a float32 scale [block][kv head][position] beside each:
 
 ```
 key   [block][kv head][D][position]     value [block][kv head][position][W]
@@ -29,9 +30,12 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from typing import Any, cast
+from functools import cache
+from typing import Any, NamedTuple
 
-from numba import carray, cfunc, float32, int32, int64, njit, types
+import torch
+from numba import carray, cfunc, float32, int8, int16, int32, int64, njit, types, uint16
+from numba.extending import overload
 
 from batchgen_kernels.cpu.cache import numba_cache
 from batchgen_kernels.cpu.simd import (
@@ -49,10 +53,16 @@ from batchgen_kernels.cpu.simd import (
 UNIT_ROWS = 48
 """Query rows (tokens times heads of a group) that one unit of work aims at."""
 LOG2_E = 1.4426950408889634
+_INF, _NAN = float("inf"), float("nan")
+_HALF_NAN = 0x7FFF
+"""Bits of a NaN in either 16-bit format."""
 
 
 class Attend(enum.IntEnum):
-    """Where the fields of `AttendArgument` are. Strides count floats; others are addresses and counts."""
+    """Where the fields of `AttendArgument` are: addresses, counts, and strides in floats.
+
+    PAGE is the number of bytes from one block of the cache to the next, ITEM_SIZE of a stored element.
+    """
 
     THREADS_STARTED = 0
     CHUNKS_CLAIMED = 1
@@ -80,12 +90,14 @@ class Attend(enum.IntEnum):
     OUT = 23
     SCRATCH = 24
     SCRATCH_STRIDE = 25
-    KEY_BLOCK_STRIDE = 26
-    VALUE_BLOCK_STRIDE = 27
+    PAGE = 26
+    ITEM_SIZE = 27
+    KEY_SCALE = 28
+    VALUE_SCALE = 29
 
 
 class Write(enum.IntEnum):
-    """Where the fields of `WriteArgument` are. Strides count floats; others are addresses and counts."""
+    """Where the fields of `WriteArgument` are: addresses, counts, and strides in bytes."""
 
     THREADS_STARTED = 0
     CHUNKS_CLAIMED = 1
@@ -106,8 +118,10 @@ class Write(enum.IntEnum):
     VALUE_HEAD_STRIDE = 16
     KEY = 17
     VALUE = 18
-    KEY_BLOCK_STRIDE = 19
-    VALUE_BLOCK_STRIDE = 20
+    PAGE = 19
+    ITEM_SIZE = 20
+    KEY_SCALE = 21
+    VALUE_SCALE = 22
 
 
 class AttendArgument(ctypes.Structure):
@@ -122,13 +136,15 @@ class WriteArgument(ctypes.Structure):
     _fields_ = tuple((name.lower(), ctypes.c_int64) for name in Write.__members__)
 
 
+_ADDRESS_TABLES = 4
+_KEYS, _VALUES, _KEY_SCALES, _VALUE_SCALES = range(_ADDRESS_TABLES)
 _ATTEND_FIELDS = len(Attend)
 _WRITE_FIELDS = len(Write)
 
 
 def scratch_floats(rows: int, head_size: int, v_width: int) -> int:
     """Floats of scratch memory that a thread needs for units of at most `rows` query rows."""
-    addresses = 2 * 2 * 2 * VECTORS
+    addresses = _ADDRESS_TABLES * 2 * VECTORS * 2
     per_row = head_size + v_width + LANES + 2
     return -(-(addresses + MAX_ROWS * TILE + rows * per_row) // LANES) * LANES
 
@@ -171,20 +187,24 @@ def _first_tile(a: Any, unit: Any) -> Any:
 
 
 @njit(error_model="numpy")
-def _locate(a: Any, head: Any, unit: Any, tile: Any, keys: Any, values: Any) -> None:
-    """Addresses of the keys and values of each LANES positions of `tile` that the unit sees."""
+def _locate(a: Any, head: Any, unit: Any, tile: Any, tables: Any, at: Any) -> None:
+    """Addresses of each LANES positions of `tile` that the unit sees, from number `at` of each table on."""
     seq, _, tokens, position = _unit(a, unit)
     size, width, window = a[Attend.BLOCK_SIZE], a[Attend.V_WIDTH], a[Attend.WINDOW]
+    head_size, item = a[Attend.HEAD_SIZE], a[Attend.ITEM_SIZE]
     table = carray(
         as_pointer(a[Attend.TABLE] + 4 * seq * a[Attend.TABLE_WIDTH]), a[Attend.TABLE_WIDTH], int32
     )
     first, last = _low(position, window, tile), _high(position + tokens - 1, tile) - 1
     for vector in range(first // LANES, last // LANES + 1):
-        at = tile * TILE + vector * LANES
-        block, offset = table[at // size], at % size
-        key = block * a[Attend.KEY_BLOCK_STRIDE] + head * a[Attend.HEAD_SIZE] * size + offset
-        value = block * a[Attend.VALUE_BLOCK_STRIDE] + (head * size + offset) * width
-        keys[vector], values[vector] = a[Attend.KEY] + 4 * key, a[Attend.VALUE] + 4 * value
+        start = tile * TILE + vector * LANES
+        page = table[start // size] * a[Attend.PAGE]
+        offset = start % size
+        place = head * size + offset
+        tables[_KEYS, at + vector] = a[Attend.KEY] + page + item * (head * head_size * size + offset)
+        tables[_VALUES, at + vector] = a[Attend.VALUE] + page + item * place * width
+        tables[_KEY_SCALES, at + vector] = a[Attend.KEY_SCALE] + page + 4 * place
+        tables[_VALUE_SCALES, at + vector] = a[Attend.VALUE_SCALE] + page + 4 * place
 
 
 @njit(error_model="numpy")
@@ -200,8 +220,8 @@ def _attend_rows(
     t: Any,
     alpha: Any,
     acc: Any,
-    keys: Any,
-    values: Any,
+    addresses: Any,
+    storage: Any,
 ) -> None:
     """`rows` query rows from number `row` of the unit, whose first token is at `position`, on one tile."""
     group, window, width, head_size = (
@@ -210,6 +230,7 @@ def _attend_rows(
         a[Attend.V_WIDTH],
         a[Attend.HEAD_SIZE],
     )
+    keys, values, key_scales, value_scales = addresses
     first_position, last_position = position + row // group, position + (row + rows - 1) // group
     low, high = _low(first_position, window, tile), _high(last_position, tile)
     scores(
@@ -221,6 +242,7 @@ def _attend_rows(
         head_size,
         a[Attend.BLOCK_SIZE],
         s,
+        storage,
     )
     cap = _floats(a[Attend.FACTORS], 2)[1]
     for r in range(rows):
@@ -233,9 +255,12 @@ def _attend_rows(
             m + 4 * (row + r),
             t + 4 * LANES * (row + r),
             alpha + 4 * (row + r),
+            key_scales,
+            value_scales,
+            storage,
         )
     if low == _low(last_position, window, tile) and high == _high(first_position, tile):
-        accumulate(s, values, low, high, rows, width, alpha + 4 * row, acc + 4 * row * width)
+        accumulate(s, values, low, high, rows, width, alpha + 4 * row, acc + 4 * row * width, storage)
         return
     for r in range(rows):
         at = position + (row + r) // group
@@ -248,30 +273,37 @@ def _attend_rows(
             width,
             alpha + 4 * (row + r),
             acc + 4 * (row + r) * width,
+            storage,
         )
 
 
 @njit(error_model="numpy")
-def _attend_tiles(a: Any, head: Any, unit: Any, end_unit: Any, scratch: Any) -> None:
+def _attend_tiles(
+    a: Any, head: Any, unit: Any, end_unit: Any, tables: Any, scratch: Any, storage: Any
+) -> None:
     """All tiles for one unit, whose state is in `scratch`. The first tile is located already.
 
     While a tile is used the next one is prefetched; after the last comes the first tile of the next unit.
     """
     group, window = a[Attend.GROUP], a[Attend.WINDOW]
-    s, m, t, alpha, q, acc, keys, values = scratch
-    key_addresses = carray(as_pointer(keys), 2 * VECTORS, int64)
-    value_addresses = carray(as_pointer(values), 2 * VECTORS, int64)
+    s, m, t, alpha, q, acc = scratch
+    first_address = tables.ctypes.data
+    row_bytes = 8 * tables.shape[1]
+    addresses = (
+        first_address + _KEYS * row_bytes,
+        first_address + _VALUES * row_bytes,
+        first_address + _KEY_SCALES * row_bytes,
+        first_address + _VALUE_SCALES * row_bytes,
+    )
     _, _, tokens, position = _unit(a, unit)
     first_tile, last_tile = _tiles(position, tokens, window)
     for tile in range(first_tile, last_tile + 1):
-        for vector in range(VECTORS):
-            key_addresses[vector] = key_addresses[VECTORS + vector]
-            value_addresses[vector] = value_addresses[VECTORS + vector]
+        tables[:, :VECTORS] = tables[:, VECTORS:]
         next_unit, next_tile = unit, tile + 1
         if tile == last_tile:
             next_unit = min(unit + 1, end_unit - 1)
             next_tile = _first_tile(a, next_unit)
-        _locate(a, head, next_unit, next_tile, key_addresses[VECTORS:], value_addresses[VECTORS:])
+        _locate(a, head, next_unit, next_tile, tables, VECTORS)
         # The tokens that see anything of this tile are neighbours: not above it, their window not past it.
         start = max(tile * TILE - position, 0)
         stop = min(tile * TILE + TILE - 1 + window - position, tokens) if window > 0 else tokens
@@ -280,7 +312,7 @@ def _attend_tiles(a: Any, head: Any, unit: Any, end_unit: Any, scratch: Any) -> 
         calls = (end - row + MAX_ROWS - 1) // MAX_ROWS
         for call in range(calls):
             rows = (end - row) // (calls - call)
-            _attend_rows(a, rows, row, position, tile, s, q, m, t, alpha, acc, keys, values)
+            _attend_rows(a, rows, row, position, tile, s, q, m, t, alpha, acc, addresses, storage)
             row += rows
 
 
@@ -288,7 +320,7 @@ def _attend_tiles(a: Any, head: Any, unit: Any, end_unit: Any, scratch: Any) -> 
 def _start_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any) -> None:
     """Scaled queries, and the state of a softmax that has seen nothing but the sink."""
     group, head_size, width = a[Attend.GROUP], a[Attend.HEAD_SIZE], a[Attend.V_WIDTH]
-    _, m, t, _, q, acc, _, _ = scratch
+    _, m, t, _, q, acc = scratch
     rows = tokens * group
     maximum, total = _floats(m, rows), _floats(t, rows * LANES)
     factor = _floats(a[Attend.FACTORS], 2)[0]
@@ -311,7 +343,7 @@ def _start_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any) 
 @njit(error_model="numpy")
 def _finish_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any) -> None:
     group, v_head_size, width = a[Attend.GROUP], a[Attend.V_HEAD_SIZE], a[Attend.V_WIDTH]
-    _, _, t, _, _, acc, _, _ = scratch
+    _, _, t, _, _, acc = scratch
     rows = tokens * group
     total, sums = _floats(t, rows * LANES), _floats(acc, rows * width)
     num_heads = a[Attend.NUM_KV_HEADS] * group
@@ -326,63 +358,109 @@ def _finish_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any)
 
 
 @njit(error_model="numpy")
-def _divide_scratch(a: Any, keys: Any, rows: Any) -> Any:
-    """Addresses inside a thread's scratch memory: s, m, t, alpha, q, acc, key and value addresses."""
-    values = keys + 16 * VECTORS
-    s = values + 16 * VECTORS
-    t = s + 4 * MAX_ROWS * TILE
+def _divide_scratch(a: Any, start: Any, rows: Any) -> Any:
+    """Addresses inside a thread's scratch memory from `start` on: s, m, t, alpha, q, acc."""
+    t = start + 4 * MAX_ROWS * TILE
     acc = t + 4 * rows * LANES
     q = acc + 4 * rows * a[Attend.V_WIDTH]
     m = q + 4 * rows * a[Attend.HEAD_SIZE]
     alpha = m + 4 * rows
-    return s, m, t, alpha, q, acc, keys, values
+    return start, m, t, alpha, q, acc
 
 
 @njit(error_model="numpy")
-def _attend(a: Any) -> None:
+def _attend(a: Any, storage: Any) -> None:
     counters = a.ctypes.data
     slot = fetch_add(counters + 8 * Attend.THREADS_STARTED, 1)
-    keys = a[Attend.SCRATCH] + 4 * slot * a[Attend.SCRATCH_STRIDE]
-    ahead = carray(as_pointer(keys), 4 * VECTORS, int64)
+    own = a[Attend.SCRATCH] + 4 * slot * a[Attend.SCRATCH_STRIDE]
+    tables = carray(as_pointer(own), (_ADDRESS_TABLES, 2 * VECTORS), int64)
     while True:
         chunk = fetch_add(counters + 8 * Attend.CHUNKS_CLAIMED, 1)
         if chunk >= a[Attend.NUM_CHUNKS]:
             return
         head, unit, end = carray(as_pointer(a[Attend.CHUNKS] + 24 * chunk), 3, int64)
-        _locate(a, head, unit, _first_tile(a, unit), ahead[VECTORS : 2 * VECTORS], ahead[3 * VECTORS :])
+        _locate(a, head, unit, _first_tile(a, unit), tables, VECTORS)
         while unit < end:
             _, first, tokens, _ = _unit(a, unit)
-            scratch = _divide_scratch(a, keys, tokens * a[Attend.GROUP])
+            scratch = _divide_scratch(a, own + 8 * tables.size, tokens * a[Attend.GROUP])
             _start_unit(a, head, first, tokens, scratch)
-            _attend_tiles(a, head, unit, end, scratch)
+            _attend_tiles(a, head, unit, end, tables, scratch, storage)
             _finish_unit(a, head, first, tokens, scratch)
             unit += 1
 
 
+def _put(source: Any, target: Any, stride: Any, scale: Any) -> None:
+    """Store a vector in every `stride`-th element of `target`, and its scale, as `storage.stored` says."""
+
+
+@overload(_put, jit_options={"error_model": "numpy"})
+def _put_as(source: Any, target: Any, stride: Any, scale: Any) -> Any:
+    if target.dtype == float32:
+        return _put_float
+    if target.dtype == int8:
+        return _put_int8
+    return _put_bits(0x7C00 if target.dtype == int16 else 0x7F80)
+
+
+def _put_float(source: Any, target: Any, stride: Any, scale: Any) -> None:
+    for d in range(len(source)):
+        x = source[d]
+        target[d * stride] = x if abs(x) < float32(_INF) else float32(_NAN)
+
+
+def _put_bits(exponent: int) -> Any:
+    """For 16-bit floats whose exponent has these bits."""
+
+    def put(source: Any, target: Any, stride: Any, scale: Any) -> None:
+        for d in range(len(source)):
+            bits = source[d]
+            target[d * stride] = _HALF_NAN if bits & exponent == exponent else bits
+
+    return put
+
+
+def _put_int8(source: Any, target: Any, stride: Any, scale: Any) -> None:
+    largest = float32(0.0)
+    finite = True
+    for d in range(len(source)):
+        largest = max(largest, abs(source[d]))
+        finite &= abs(source[d]) < float32(_INF)
+    step = largest / float32(127.0)
+    scale[0] = step if finite else float32(_NAN)
+    usable = finite and step > float32(0.0)
+    for d in range(len(source)):
+        # Adding 1.5 * 2**23 leaves the nearest integer, of two equally near the even one.
+        x = (source[d] / step + float32(12582912.0)) - float32(12582912.0)
+        target[d * stride] = int8(min(max(x, float32(-127.0)), float32(127.0))) if usable else int8(0)
+
+
 @njit(error_model="numpy")
-def _write_row(a: Any, row: Any, slot: Any) -> None:
-    size, heads = a[Write.BLOCK_SIZE], a[Write.NUM_KV_HEADS]
+def _write_row(a: Any, row: Any, slot: Any, source_type: Any, storage: Any) -> None:
+    size, heads, item, page = a[Write.BLOCK_SIZE], a[Write.NUM_KV_HEADS], a[Write.ITEM_SIZE], a[Write.PAGE]
     head_size, v_head_size, width = a[Write.HEAD_SIZE], a[Write.V_HEAD_SIZE], a[Write.V_WIDTH]
-    block, offset = slot // size, slot % size
+    block, offset = page * (slot // size), slot % size
     for head in range(heads):
-        key_in = a[Write.KEY_IN] + 4 * (row * a[Write.KEY_TOKEN_STRIDE] + head * a[Write.KEY_HEAD_STRIDE])
-        source = _floats(key_in, head_size)
-        at = block * a[Write.KEY_BLOCK_STRIDE] + head * head_size * size
-        target = _floats(a[Write.KEY] + 4 * at, head_size * size)
-        for d in range(head_size):
-            target[d * size + offset] = source[d]
-        value_in = a[Write.VALUE_IN] + 4 * (
-            row * a[Write.VALUE_TOKEN_STRIDE] + head * a[Write.VALUE_HEAD_STRIDE]
+        place = head * size + offset
+        key_in = a[Write.KEY_IN] + row * a[Write.KEY_TOKEN_STRIDE] + head * a[Write.KEY_HEAD_STRIDE]
+        key = a[Write.KEY] + block + item * (head * head_size * size + offset)
+        _put(
+            carray(as_pointer(key_in), head_size, source_type),
+            carray(as_pointer(key), head_size * size, storage),
+            size,
+            _floats(a[Write.KEY_SCALE] + block + 4 * place, 1),
         )
-        source = _floats(value_in, v_head_size)
-        at = block * a[Write.VALUE_BLOCK_STRIDE] + (head * size + offset) * width
-        target = _floats(a[Write.VALUE] + 4 * at, v_head_size)
-        for d in range(v_head_size):
-            target[d] = source[d]
+        value_in = a[Write.VALUE_IN] + row * a[Write.VALUE_TOKEN_STRIDE] + head * a[Write.VALUE_HEAD_STRIDE]
+        value = a[Write.VALUE] + block + item * place * width
+        _put(
+            carray(as_pointer(value_in), v_head_size, source_type),
+            carray(as_pointer(value), v_head_size, storage),
+            1,
+            _floats(a[Write.VALUE_SCALE] + block + 4 * place, 1),
+        )
 
 
 @njit(error_model="numpy")
-def _write(a: Any) -> None:
+def _write(a: Any, source_type: Any, storage: Any) -> None:
     slots = carray(as_pointer(a[Write.SLOTS]), a[Write.NUM_ROWS], int64)
     while True:
         chunk = fetch_add(a.ctypes.data + 8 * Write.CHUNKS_CLAIMED, 1)
@@ -391,21 +469,38 @@ def _write(a: Any) -> None:
         start = chunk * a[Write.ROWS_PER_CHUNK]
         for row in range(start, min(start + a[Write.ROWS_PER_CHUNK], a[Write.NUM_ROWS])):
             if slots[row] >= 0:
-                _write_row(a, row, slots[row])
+                _write_row(a, row, slots[row], source_type, storage)
 
 
-with numba_cache() as _cached:
-
-    @cfunc(types.void(types.voidptr), cache=_cached)
-    def attend(address: Any) -> None:
-        """Run by every thread of a team; see `Attend` for what is at `address`."""
-        _attend(carray(address, _ATTEND_FIELDS, int64))
-
-    @cfunc(types.void(types.voidptr), cache=_cached)
-    def write(address: Any) -> None:
-        """Run by every thread of a team; see `Write` for what is at `address`."""
-        _write(carray(address, _WRITE_FIELDS, int64))
+STORAGE = {torch.float32: float32, torch.int8: int8, torch.float16: int16, torch.bfloat16: uint16}
+"""The types of `simd.py`, by what keys and values are stored as."""
 
 
-ATTEND: int = cast(int, attend.address)
-WRITE: int = cast(int, write.address)
+class Compiled(NamedTuple):
+    """Compiled functions, each with an `address` and run by every thread of a team.
+
+    Args:
+        attend: see `Attend` for what it is given.
+        write: see `Write`.
+    """
+
+    attend: Any
+    write: Any
+
+
+@cache
+def compiled(kv_dtype: torch.dtype) -> Compiled:
+    """What handles keys and values stored as `kv_dtype`; `write` takes float32 for int8, else that dtype."""
+    storage = STORAGE[kv_dtype]
+    source_type = float32 if storage is int8 else storage
+    with numba_cache() as cached:
+
+        @cfunc(types.void(types.voidptr), cache=cached)
+        def attend(address: Any) -> None:
+            _attend(carray(address, _ATTEND_FIELDS, int64), storage)
+
+        @cfunc(types.void(types.voidptr), cache=cached)
+        def write(address: Any) -> None:
+            _write(carray(address, _WRITE_FIELDS, int64), source_type, storage)
+
+    return Compiled(attend, write)

@@ -5,6 +5,10 @@ reassociate differently from one loop to the next. Here every vector operation i
 speed does not depend on a heuristic, and the bits of a result depend on nothing but its operands:
 multiply-adds are `llvm.fma` (rounded once, everywhere), everything else is a plain IEEE operation.
 How many rows share a call changes which registers hold what, never the arithmetic of one row.
+
+Keys and values are widened to float32 as they are loaded, which is exact. What they are stored as is a numba
+type given as an argument, so that each is compiled by itself: float32, int8, int16 for the bits of a float16,
+uint16 for the bits of a bfloat16.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -39,6 +43,7 @@ _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 _VEC = ir.VectorType(_F32, LANES)
 _IVEC = ir.VectorType(_I32, LANES)
+_HALF_EXPONENT = 0x7C00
 
 Body = Callable[[int], None]
 
@@ -59,6 +64,44 @@ def _at(b: ir.IRBuilder, base: ir.Value, offset: ir.Value | int, typ: ir.Type) -
     """Pointer to float number `offset` after address `base`."""
     offset = _index(offset) if isinstance(offset, int) else offset
     return b.inttoptr(b.add(base, b.shl(offset, _index(2))), typ.as_pointer())
+
+
+def _stored_at(
+    b: ir.IRBuilder, storage: Any, base: ir.Value, offset: ir.Value, typ: ir.Type | None = None
+) -> ir.Value:
+    """Pointer to stored element number `offset` after address `base`, of the element's type or `typ`."""
+    size = storage.bitwidth // 8
+    element = ir.IntType(storage.bitwidth)
+    return b.inttoptr(b.add(base, b.mul(offset, _index(size))), (typ or element).as_pointer())
+
+
+def _load_stored(b: ir.IRBuilder, storage: Any, base: ir.Value, offset: ir.Value) -> ir.Value:
+    """LANES stored elements as float32, int8 without its scale."""
+    if storage == types.float32:
+        return _load(b, base, offset)
+    bits = ir.VectorType(ir.IntType(storage.bitwidth), LANES)
+    raw = b.load(_stored_at(b, storage, base, offset, bits), align=storage.bitwidth // 8)
+    if storage == types.int8:
+        return b.sitofp(b.sext(raw, _IVEC), _VEC)
+    wide = b.zext(raw, _IVEC)
+    if storage == types.uint16:
+        return b.bitcast(b.shl(wide, _iconst([16] * LANES)), _VEC)
+    return _half_to_float(b, wide)
+
+
+def _half_to_float(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """float32 of the bits of float16: exact, subnormals and NaN included.
+
+    By hand, because without an instruction for it LLVM calls a function that may not be there.
+    """
+    magnitude = b.and_(bits, _iconst([0x7FFF] * LANES))
+    sign = b.shl(b.xor(bits, magnitude), _iconst([16] * LANES))
+    # The exponent's bias is 15 in place of 127; the product also makes subnormals normal.
+    shifted = b.bitcast(b.shl(magnitude, _iconst([13] * LANES)), _VEC)
+    scaled = b.bitcast(b.fmul(shifted, _const(2.0**112)), _IVEC)
+    finite = b.icmp_signed("<", magnitude, _iconst([_HALF_EXPONENT] * LANES))
+    special = b.or_(scaled, _iconst([0x7F800000] * LANES))
+    return b.bitcast(b.or_(b.select(finite, scaled, special), sign), _VEC)
 
 
 def _load(b: ir.IRBuilder, base: ir.Value, offset: ir.Value | int) -> ir.Value:
@@ -90,8 +133,8 @@ def _address(b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.Value:
     return b.load(b.inttoptr(b.add(table, b.shl(index, _index(3))), _I64.as_pointer()))
 
 
-def _prefetch(b: ir.IRBuilder, base: ir.Value, offset: ir.Value) -> None:
-    pointer = _at(b, base, offset, ir.IntType(8))
+def _prefetch(b: ir.IRBuilder, storage: Any, base: ir.Value, offset: ir.Value) -> None:
+    pointer = _stored_at(b, storage, base, offset, ir.IntType(8))
     # Blocks lie anywhere, so the processor cannot guess the next. Into the second level cache: the first
     # holds the tile that is being used.
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
@@ -128,16 +171,18 @@ def scores(
     head_size: Any,
     stride: Any,
     out: Any,
+    storage: Any,
 ) -> Any:
     """Dot products of `rows` queries with the key vectors `first` to `last` (exclusive) of a tile.
 
-    Arguments are addresses or counts (int64): query [rows, head_size]; keys, the
-    addresses of float[head_size, stride], one for each LANES keys of this tile and of the next, which is
-    prefetched; out [rows, TILE].
+    Arguments are addresses or counts (int64): query [rows, head_size]; keys, the addresses of
+    storage[head_size, stride], one for each LANES keys of this tile and of the next, which is prefetched;
+    out [rows, TILE].
     """
+    element = storage.dtype
 
     def emit(b: ir.IRBuilder, args: Sequence[ir.Value], n: int, vectors: int, group: ir.Value) -> None:
-        query, keys, _, _, _, head_size, stride, out = args
+        query, keys, _, _, _, head_size, stride, out, _ = args
         columns = [_address(b, keys, b.add(group, _index(v))) for v in range(vectors)]
         ahead = [_address(b, keys, b.add(group, _index(v + VECTORS))) for v in range(vectors)]
         sums = _accumulators(b, n * vectors)
@@ -145,9 +190,9 @@ def scores(
             b.store(_const(0.0), slot)
         with cgutils.for_range(b, head_size) as loop:
             offset = b.mul(loop.index, stride)
-            k = [_load(b, column, offset) for column in columns]
+            k = [_load_stored(b, element, column, offset) for column in columns]
             for column in ahead:
-                _prefetch(b, column, offset)
+                _prefetch(b, element, column, offset)
             for r in range(n):
                 q = _load_splat(b, query, b.add(b.mul(head_size, _index(r)), loop.index))
                 for v in range(vectors):
@@ -176,7 +221,7 @@ def scores(
         _switch_rows(b, rows, body)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8), codegen
+    return types.void(*[types.int64] * 8, storage), codegen
 
 
 def _exp2_parts(b: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -222,17 +267,30 @@ def _horizontal_max(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 @intrinsic
 def softmax(
-    typingctx: Any, scores: Any, low: Any, high: Any, cap: Any, maximum: Any, total: Any, alpha: Any
+    typingctx: Any,
+    scores: Any,
+    low: Any,
+    high: Any,
+    cap: Any,
+    maximum: Any,
+    total: Any,
+    alpha: Any,
+    key_scales: Any,
+    value_scales: Any,
+    storage: Any,
 ) -> Any:
     """One row, one tile of the running softmax, in base 2.
 
-    scores [TILE] (address): in, dot products; out, 2 ** (score - new maximum), 0 outside keys `low` to
-    `high` (exclusive, at least one). cap: 0, or scores become cap * tanh(score) first. maximum [1], total
+    scores [TILE] (address): in, dot products; out, what the values of keys `low` to `high` (exclusive, at
+    least one) are multiplied by. cap: 0, or scores become cap * tanh(score) first. maximum [1], total
     [LANES] (addresses): the running state. alpha [1]: out, what everything summed so far is worth now.
+    key_scales, value_scales: where storage is int8, the addresses of float[LANES] by which dot products and
+    values are to be multiplied, one for each LANES keys of the tile.
     """
+    scaled = storage.dtype == types.int8
 
     def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Sequence[ir.Value]) -> ir.Value:
-        scores, low, high, cap, maximum, total, alpha = args
+        scores, low, high, cap, maximum, total, alpha, key_scales, value_scales, _ = args
         first = b.ashr(low, _index(4))
         last = b.ashr(b.add(high, _index(LANES - 1)), _index(4))
         low_lane, high_lane = (_splat(b, b.trunc(x, _I32), _IVEC) for x in (low, high))
@@ -244,6 +302,8 @@ def softmax(
             offset = b.mul(group, _index(LANES))
             x = cgutils.alloca_once(b, _VEC)
             b.store(_load(b, scores, offset), x)
+            if scaled:
+                b.store(b.fmul(b.load(x), _load(b, _address(b, key_scales, group), 0)), x)
             with b.if_then(capped):
                 b.store(b.fmul(_splat(b, cap), _tanh(b, b.load(x))), x)
             lane = b.add(_splat(b, b.trunc(offset, _I32), _IVEC), _iconst(range(LANES)))
@@ -259,8 +319,10 @@ def softmax(
         with cgutils.for_range_slice(b, first, last, _index(1), _I64) as (group, _):
             offset = b.mul(group, _index(LANES))
             p = _exp2(b, b.fsub(_load(b, scores, offset), new))
-            _store(b, p, scores, offset)
             b.store(b.fadd(b.load(sums), p), sums)
+            if scaled:
+                p = b.fmul(p, _load(b, _address(b, value_scales, group), 0))
+            _store(b, p, scores, offset)
         _store(b, b.load(sums), total, 0)
         lane0 = ir.Constant(_I32, 0)
         b.store(b.extract_element(new, lane0), _at(b, maximum, 0, _F32), align=4)
@@ -268,7 +330,7 @@ def softmax(
         return context.get_dummy_value()
 
     i64 = types.int64
-    return types.void(i64, i64, i64, types.float32, i64, i64, i64), codegen
+    return types.void(i64, i64, i64, types.float32, i64, i64, i64, i64, i64, storage), codegen
 
 
 @intrinsic
@@ -282,16 +344,18 @@ def accumulate(
     width: Any,
     alpha: Any,
     out: Any,
+    storage: Any,
 ) -> Any:
     """out = out * alpha + weights @ values for `rows` rows over the keys `low` to `high` of a tile.
 
     Arguments are addresses or counts (int64): weights [rows, TILE]; values, the addresses of
-    float[LANES, width], one for each LANES keys of this tile and of the next, which is prefetched; alpha
+    storage[LANES, width], one for each LANES keys of this tile and of the next, which is prefetched; alpha
     [rows]; out [rows, width]; width is a multiple of LANES. Keys outside the range are not read.
     """
+    element = storage.dtype
 
     def emit(b: ir.IRBuilder, args: Sequence[ir.Value], n: int, vectors: int, column: ir.Value) -> None:
-        weights, values, low, high, _, width, alpha, out = args
+        weights, values, low, high, _, width, alpha, out, _ = args
         sums = _accumulators(b, n * vectors)
         place = [b.add(b.mul(width, _index(r)), column) for r in range(n)]
         for r in range(n):
@@ -303,9 +367,9 @@ def accumulate(
             group, within = b.ashr(key, _index(4)), b.and_(key, _index(LANES - 1))
             base, ahead = _address(b, values, group), _address(b, values, b.add(group, _index(VECTORS)))
             start = b.add(b.mul(within, width), column)
-            row = [_load(b, base, b.add(start, _index(v * LANES))) for v in range(vectors)]
+            row = [_load_stored(b, element, base, b.add(start, _index(v * LANES))) for v in range(vectors)]
             for v in range(vectors):
-                _prefetch(b, ahead, b.add(start, _index(v * LANES)))
+                _prefetch(b, element, ahead, b.add(start, _index(v * LANES)))
             for r in range(n):
                 weight = _load_splat(b, weights, b.add(key, _index(r * TILE)))
                 for v in range(vectors):
@@ -329,7 +393,7 @@ def accumulate(
         _switch_rows(b, args[4], body)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8), codegen
+    return types.void(*[types.int64] * 8, storage), codegen
 
 
 @intrinsic
