@@ -280,6 +280,11 @@ class JournalWriter:
         self._pending.append((kind, row, payload))
         self._pending_bytes += HEADER.size + len(payload)
 
+    def put_first(self, records: Sequence[tuple[Kind, int, bytes]]) -> None:
+        """Keep records for the next commit, before all others of it: kind, row, payload."""
+        self._pending[:0] = records
+        self._pending_bytes += sum(HEADER.size + len(payload) for _, _, payload in records)
+
     def commit(self) -> list[Committed]:
         """Write and force to disk what was appended; returns where each record lies, in order.
 
@@ -378,21 +383,31 @@ class JournalReader:
         Raises:
             StorageError: a record is damaged since it was written, or cannot be read.
         """
-        payloads: dict[Location, bytes] = {}
+        payloads = []
+        for (row, location), payload in zip(wanted, self.payloads(Kind.RESULT, wanted), strict=True):
+            if payload is None:
+                raise StorageError(
+                    f"{self._folder / location.segment}: the record of row {row} at byte {location.offset} "
+                    "was damaged after it was written; check the disk, then run the same command again to "
+                    "compute the row anew"
+                )
+            payloads.append(payload)
+        return payloads
+
+    def payloads(self, kind: Kind, wanted: Sequence[tuple[int, Location]]) -> list[bytes | None]:
+        """Payloads of one kind, as `results` gives them; None for a record that is damaged.
+
+        Raises:
+            StorageError: a segment cannot be read.
+        """
+        found: dict[Location, bytes | None] = {}
         for name, start, end, members in _spans(wanted):
-            path = self._folder / name
-            with storage(path, action="read"):
+            with storage(self._folder / name, action="read"):
                 data = os.pread(self._descriptor(name), end - start, start)
             seed = segment_seed(self._job_id, name)
             for row, location in members:
-                payload = _payload_at(data, location.offset - start, seed, Kind.RESULT, row)
-                if payload is None:
-                    raise StorageError(
-                        f"{path}: the record of row {row} at byte {location.offset} was damaged after it was "
-                        "written; check the disk, then run the same command again to compute the row anew"
-                    )
-                payloads[location] = payload
-        return [payloads[location] for _, location in wanted]
+                found[location] = _payload_at(data, location.offset - start, seed, kind, row)
+        return [found[location] for _, location in wanted]
 
     def close(self) -> None:
         """Close the segment that was read last."""

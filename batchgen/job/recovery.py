@@ -21,6 +21,7 @@ from batchgen.job.folder import JobFolder
 from batchgen.job.ids import Stops, UniqueIds, decide_ids
 from batchgen.job.index import InputIndex
 from batchgen.job.journal import JournalWriter, SegmentName
+from batchgen.job.live_segments import LiveSegments
 from batchgen.job.manifest import Manifest, load_manifest
 from batchgen.job.parts import Counts, PartCommit, PartStore
 from batchgen.job.replacement import Anew, Replaced, no_row
@@ -42,6 +43,7 @@ class OpenJob:
     Args:
         counts: of all rows that have a result, as far as they were met.
         found: what the journal holds beyond the committed parts.
+        live: what is needed of the journal.
         replaced: committed parts that are assembled again, until they have been.
         total: rows of the selection, where an earlier run has counted them.
         decisions: what becomes of rows whose id an earlier one has, where that is not an error.
@@ -65,6 +67,7 @@ class OpenJob:
     decisions: IdDecisions | None = None
     ids: UniqueIds | None = None
     found: Replay = field(default_factory=Replay.empty)
+    live: LiveSegments = field(init=False)
     replaced: dict[int, Replaced] = field(default_factory=dict)
 
     def rows_total(self) -> int | None:
@@ -81,18 +84,9 @@ class OpenJob:
         """A committed part as one that is to be replaced."""
         return Replaced(commit, self.folder.data / commit.file, self.plan.to_json(), anew, since, change)
 
-    def note_segment(self, segment: str, row: int) -> None:
-        """Remember which part a journal record belongs to."""
-        self.found.parts_of.setdefault(segment, set()).add(row // self.manifest.part_rows)
-
     def drop_segments(self) -> None:
-        """Remove journal segments of which every row is in a committed part. Raises StorageError."""
-        for name, parts in list(self.found.parts_of.items()):
-            if name != self.journal.current_segment and parts <= self.parts.committed.keys():
-                path = self.folder.journal / name
-                with storage(path, action="removed"):
-                    path.unlink(missing_ok=True)
-                del self.found.parts_of[name]
+        """Remove journal segments that nothing is needed of. Raises StorageError, OwnershipError."""
+        self.live.drop(self.parts.committed.keys(), self.still_owner)
 
     def drop_journal(self) -> None:
         """Remove what is left of the journal, once every row is in a committed part. Raises StorageError."""
@@ -102,7 +96,7 @@ class OpenJob:
                 name = SegmentName.parse(path.name)
                 if name is None or name.epoch <= self.epoch:
                     path.unlink(missing_ok=True)
-        self.found.parts_of.clear()
+        self.live.clear()
 
     def pin(self, pinned: Mapping[str, Any], facts: Mapping[str, Any], say: Callable[[str], None]) -> None:
         """Keep the numeric choices of the first worker; every later one must report the same.
@@ -211,6 +205,7 @@ def open_job(
     manifest.enter(claim.epoch)
     _find_replaced(job)
     job.found = _replay(job, claim)
+    job.live = LiveSegments(folder.journal, manifest.job_id, job.journal, job.found, manifest.part_rows)
     for sentence in (*index.damaged, *map(str, job.found.dropped)):
         say(sentence)
     manifest.save(folder, still_owner)

@@ -5,8 +5,8 @@ output tokens known so far of those that have none. Read when a run begins, and 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,10 +36,28 @@ class FoundResult:
 
 @dataclass(slots=True)
 class FoundPartial:
-    """A row's output token ids without a gap, so far."""
+    """A row's output token ids without a gap, so far, and the records that they were put together from."""
 
     digest: bytes
     ids: array[int]
+    records: list[Location] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, digest: bytes) -> FoundPartial:
+        """Of a row that is begun."""
+        return cls(digest, array("i"))
+
+    def extended(self, partial: PartialRecord, location: Location) -> FoundPartial:
+        """With one more record; after a gap it says nothing."""
+        known = self if self.digest == partial.digest else FoundPartial.empty(partial.digest)
+        if not extend_partial(known.ids, partial.start, partial.ids):
+            return self
+        known.records.append(location)
+        return known
+
+    def whole(self) -> PartialRecord:
+        """One record that says the same."""
+        return PartialRecord(self.digest, 0, self.ids)
 
 
 @dataclass(slots=True)
@@ -48,7 +66,7 @@ class Replay:
 
     Args:
         results, partials: by row; a row with a result has no partial.
-        parts_of: segment to the parts that its records belong to.
+        parts_of: segment to the parts that its results belong to.
         dropped: damaged stretches.
     """
 
@@ -94,7 +112,8 @@ def replay(
         found.parts_of[name] = set()
         for record in read_segment(folder, job_id, name, accepted[name], found.dropped):
             part = record.row // part_rows
-            found.parts_of[name].add(part)
+            if record.kind == Kind.RESULT:
+                found.parts_of[name].add(part)
             if part in committed or segment.epoch < since.get(part, 0):
                 continue
             if record.kind != Kind.PARTIAL or same_settings(segment.epoch):
@@ -114,11 +133,20 @@ def _apply(found: Replay, epoch: int, record: Record) -> None:
             found.results[record.row] = FoundResult(epoch, record.location, result.digest, status, counted)
     elif record.kind == Kind.PARTIAL:
         partial = PartialRecord.unpack(record.payload)
-        known_ids = found.partials.get(record.row)
-        if known_ids is None or known_ids.digest != partial.digest:
-            known_ids = FoundPartial(partial.digest, array("i"))
-        if extend_partial(known_ids.ids, partial.start, partial.ids):
-            found.partials[record.row] = known_ids
+        before = found.partials.get(record.row) or FoundPartial.empty(partial.digest)
+        now = before.extended(partial, record.location)
+        if now.records:
+            found.partials[record.row] = now
+
+
+def put_together(records: Iterable[tuple[bytes | None, Location]]) -> FoundPartial | None:
+    """What the records of one row say together, in order of writing; None for a payload that is damaged."""
+    known: FoundPartial | None = None
+    for payload, location in records:
+        if payload is not None:
+            partial = PartialRecord.unpack(payload)
+            known = (known or FoundPartial.empty(partial.digest)).extended(partial, location)
+    return known if known is not None and known.records else None
 
 
 def extend_partial(known: array[int], start: int, ids: Sequence[int]) -> bool:

@@ -452,8 +452,9 @@ class Supervisor:
     def _commit(self) -> None:
         """Make everything received so far final, with one fsync."""
         job, batch = self._job, self._uncommitted
-        for record in job.journal.commit():
-            job.note_segment(record.location.segment, record.row)
+        committed = job.journal.commit()
+        job.live.note(committed)
+        for record in committed:
             if record.kind == Kind.RESULT:
                 self._window.finish(record.row, record.location)
         for status, usage in batch.counts:

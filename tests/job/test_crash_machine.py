@@ -7,32 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from folder_machine import JOB, FolderMachine
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from job_inputs import read_output
+from hypothesis.stateful import invariant, rule
 
-from batchgen.data.results import plan_output
 from batchgen.data.row import PartIndexer, Position
 from batchgen.data.row_result import RowResult
-from batchgen.data.source import open_input
 from batchgen.job.claims import Claims
 from batchgen.job.files import OS_FILES, FileOps, atomic_write
 from batchgen.job.folder import JobFolder
 from batchgen.job.index import InputIndex
-from batchgen.job.journal import JournalReader, JournalWriter, Kind, ResultRecord
+from batchgen.job.journal import JournalWriter, Kind, PartialRecord
+from batchgen.job.live_segments import LiveSegments
 from batchgen.job.manifest import Manifest, load_manifest
 from batchgen.job.parts import PartStore
 from batchgen.job.replay import replay
 
-ROWS, PART_ROWS, JOB = 9, 3, "job"
+ROWS, PART_ROWS = 9, 3
 # Nothing here depends on a real disk, which would take most of the time.
 FAST = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 OPERATIONS = ("create", "write", "fsync", "fsync_folder", "open", "listdir", "replace")
@@ -104,6 +100,13 @@ class Owner:
         self.index = InputIndex(folder, self.claim.epoch)
         self.found = replay(folder.journal, JOB, self.claim.accepted, PART_ROWS, self.parts.committed)
         self.journal = JournalWriter(folder.journal, JOB, self.claim.epoch, segment_bytes=600)
+        self.live = LiveSegments(folder.journal, JOB, self.journal, self.found, PART_ROWS)
+
+    def commit(self) -> None:
+        self.live.note(self.journal.commit())
+
+    def drop(self) -> None:
+        self.live.drop(self.parts.committed, self.still_owner)
 
     def still_owner(self) -> None:
         self.claims.check(self.claim.epoch)
@@ -113,31 +116,22 @@ class Owner:
             thing.close()
 
 
-class CrashMachine(RuleBasedStateMachine):
+class CrashMachine(FolderMachine):
     """Of each thing the values that it may have now; one value once an operation has returned."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.root = Path(tempfile.mkdtemp(prefix="batchgen-crash-", dir=FAST))
-        path = self.root / "in.jsonl"
-        path.write_text("".join(f'{{"prompt": "{row}"}}\n' for row in range(ROWS)))
-        self.inputs = open_input([str(path)])
-        self.plan = plan_output(self.inputs, format="jsonl")
-        self.rows = list(self.inputs.rows())
-        self.folder = JobFolder(self.root / "out")
-        self.folder.create()
+        super().__init__(ROWS, FAST)
         self.limits: set[int | None] = {None}
         self.results: dict[int, set[str | None]] = {row: {None} for row in range(ROWS)}
         self.indexed: set[int] = set()
         self.whole: dict[int, list[str]] = {}
+        self.tokens: dict[int, set[tuple[int, ...]]] = {row: {()} for row in range(ROWS)}
         self.epochs = [0]
-        self.serial = 0
         self.owner = Owner(self.folder)
 
     def teardown(self) -> None:
-        self.inputs.close()
         self.owner.close()
-        shutil.rmtree(self.root)
+        super().teardown()
 
     def perform(self, plan: Plan, again: Plan, operation: Callable[[], None]) -> bool:
         """Whether it returned; after a crash another process recovers, maybe at the second try."""
@@ -171,13 +165,18 @@ class CrashMachine(RuleBasedStateMachine):
             assert entry == self.entry(entry.part)
         for part, texts in self.whole.items():
             if part in owner.parts.committed:
-                assert self.stored(part) == texts
-        texts = self.journalled()
+                assert self.part(part) == texts
+        texts = self.texts(owner.found)
         for row, allowed in self.results.items():
             part = row // PART_ROWS
             if part not in owner.parts.committed:
                 assert texts.get(row) in allowed
                 self.results[row] = {texts.get(row)}
+                if row not in texts:
+                    found = owner.found.partials.get(row)
+                    tokens = () if found is None else tuple(found.ids)
+                    assert tokens in self.tokens[row]
+                    self.tokens[row] = {tokens}
         assert list(self.root.rglob(".tmp-*")) == []
 
     def entry(self, part: int) -> Any:
@@ -187,17 +186,12 @@ class CrashMachine(RuleBasedStateMachine):
             indexer.add(row)
         return indexer.entry()
 
-    def journalled(self) -> dict[int, str]:
-        reader = JournalReader(self.folder.journal, JOB)
-        found = self.owner.found.results
-        payloads = reader.results([(row, one.location) for row, one in found.items()])
-        reader.close()
-        texts = [ResultRecord.unpack(payload).message["text"] for payload in payloads]
-        return dict(zip(found, texts, strict=True))
+    def part(self, part: int) -> list[str]:
+        return [text for row, text in self.stored().items() if row // PART_ROWS == part]
 
-    def stored(self, part: int) -> list[str]:
-        rows = read_output(self.folder.root)
-        return [r["generated_text"] for r in rows if r["row"] // PART_ROWS == part]
+    def unanswered(self, rows: list[int]) -> list[int]:
+        committed = self.owner.parts.committed
+        return [row for row in rows if self.results[row] == {None} and row // PART_ROWS not in committed]
 
     @rule(plan=plans, again=plans, limit=st.integers(1, 9))
     def save_manifest(self, plan: Plan, again: Plan, limit: int) -> None:
@@ -228,23 +222,60 @@ class CrashMachine(RuleBasedStateMachine):
     )
     def write_rows(self, plan: Plan, again: Plan, rows: list[int]) -> None:
         owner = self.owner
-        rows = [
-            row
-            for row in rows
-            if self.results[row] == {None} and row // PART_ROWS not in owner.parts.committed
-        ]
+        rows = self.unanswered(rows)
         texts = {}
         for row in rows:
             self.serial += 1
             texts[row] = f"{row} #{self.serial}"
-            message = {"status": "ok", "text": texts[row], "finish_reason": "stop", "stop_reason": None}
-            record = ResultRecord(self.rows[row].digest, {**message, "error": None, "usage": [1, 2, 0]})
-            owner.journal.append(Kind.RESULT, row, record.pack())
+            owner.journal.append(Kind.RESULT, row, self.result(row, texts[row]))
             self.results[row].add(texts[row])
-        locations: list[Any] = []
-        if self.perform(plan, again, lambda: locations.extend(owner.journal.commit())):
+        if self.perform(plan, again, owner.commit):
             for row in rows:
                 self.results[row] = {texts[row]}
+
+    @rule(
+        plan=plans,
+        again=plans,
+        rows=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=3, unique=True),
+        count=st.integers(1, 60),
+        dropping=st.booleans(),
+    )
+    def sample_tokens(self, plan: Plan, again: Plan, rows: list[int], count: int, dropping: bool) -> None:
+        """Rows go on; where they are `dropping`, tokens are moved while those wait for the same commit."""
+        owner = self.owner
+        longer = {}
+        for row in self.unanswered(rows):
+            (known,) = self.tokens[row]
+            self.serial += 1
+            ids = [self.serial] * count
+            record = PartialRecord(self.rows[row].digest, len(known), ids)
+            owner.journal.append(Kind.PARTIAL, row, record.pack())
+            longer[row] = (*known, *ids)
+            self.tokens[row].add(longer[row])
+
+        def go_on() -> None:
+            if dropping:
+                owner.drop()
+            owner.commit()
+
+        if self.perform(plan, again, go_on):
+            self.tokens |= {row: {tokens} for row, tokens in longer.items()}
+
+    @rule(plan=plans, again=plans)
+    def drop_segments(self, plan: Plan, again: Plan) -> None:
+        """Afterwards no segment but the last is kept by tokens alone."""
+        owner = self.owner
+
+        def drop() -> None:
+            for action in (owner.drop, owner.commit, owner.drop):
+                action()
+
+        if self.perform(plan, again, drop):
+            found = replay(
+                self.folder.journal, JOB, owner.claims.accepted_now(), PART_ROWS, owner.parts.committed
+            )
+            parts_of = {name: parts - owner.parts.committed.keys() for name, parts in found.parts_of.items()}
+            assert {name for name, parts in parts_of.items() if not parts} <= {owner.journal.current_segment}
 
     @rule(plan=plans, again=plans, part=st.integers(0, 2))
     def index(self, plan: Plan, again: Plan, part: int) -> None:
@@ -275,7 +306,7 @@ class CrashMachine(RuleBasedStateMachine):
             owner.parts.commit(part, records, self.plan, "none", owner.still_owner)
 
         if self.perform(plan, again, commit):
-            assert self.stored(part) == texts
+            assert self.part(part) == texts
 
     @rule(plan=plans, again=plans)
     def promise_success(self, plan: Plan, again: Plan) -> None:
@@ -295,7 +326,7 @@ class CrashMachine(RuleBasedStateMachine):
     @invariant()
     def a_part_once_committed_stays(self) -> None:
         for part in self.owner.parts.committed:
-            assert self.stored(part) == self.whole[part]
+            assert self.part(part) == self.whole[part]
 
 
 CrashMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

@@ -5,34 +5,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import random
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from failing_files import FailingFiles
+from folder_machine import JOB, FolderMachine, text_of
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from job_inputs import read_output
+from hypothesis.stateful import invariant, precondition, rule
 
-from batchgen.data.results import OutputPlan, RowResult, plan_output
-from batchgen.data.source import open_input
+from batchgen.data.results import OutputPlan, RowResult
 from batchgen.job.claims import Claim, Claims
 from batchgen.job.folder import JobFolder
-from batchgen.job.journal import JournalReader, JournalWriter, Kind, ResultRecord
+from batchgen.job.journal import JournalReader, JournalWriter, Kind
 from batchgen.job.parts import PartStore
 from batchgen.job.replay import replay
 from batchgen.types import OwnershipError, StorageError
 
-ROWS, PART_ROWS, JOB = 12, 4, "job"
+ROWS, PART_ROWS = 12, 4
 outcomes = st.lists(st.sampled_from([None, None, errno.EIO, errno.ENOSPC, -5]), max_size=6)
 rows_written = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=4)
-
-
-def text_of(payload: bytes) -> str:
-    text: str = ResultRecord.unpack(payload).message["text"]
-    return text
 
 
 class Owner:
@@ -52,41 +43,28 @@ class Owner:
         self.plan = plan
 
 
-class StoreMachine(RuleBasedStateMachine):
+class StoreMachine(FolderMachine):
     """`promised` is what a commit has returned; `maybe` what a failed or unfinished commit may have left."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.root = Path(tempfile.mkdtemp(prefix="batchgen-store-"))
-        path = self.root / "in.jsonl"
-        path.write_text("".join(f'{{"prompt": "{row}"}}\n' for row in range(ROWS)))
-        self.inputs = open_input([str(path)])
-        self.plan = plan_output(self.inputs, format="jsonl")
-        self.rows = list(self.inputs.rows())
-        self.folder = JobFolder(self.root / "out")
-        self.folder.create()
+        super().__init__(ROWS)
         self.promised: dict[int, tuple[int, str]] = {}
         self.maybe: dict[int, list[tuple[int, str]]] = {}
         self.in_parts: dict[int, str] = {}
         self.zombies: list[Owner] = []
-        self.serial = 0
         self.owner = Owner(self.folder, self.plan)
 
     def teardown(self) -> None:
-        self.inputs.close()
         for owner in (self.owner, *self.zombies):
             owner.writer.close()
             owner.parts.close()
-        shutil.rmtree(self.root)
+        super().teardown()
 
     def append(self, owner: Owner, rows: list[int]) -> None:
         for row in rows:
             self.serial += 1
             text = f"{row} by {owner.claim.epoch} #{self.serial}"
-            values = {"status": "ok", "text": text, "finish_reason": "stop", "stop_reason": None}
-            message = {**values, "error": None, "usage": [1, 2, 0]}
-            payload = ResultRecord(self.rows[row].digest, message).pack()
-            owner.writer.append(Kind.RESULT, row, payload)
+            owner.writer.append(Kind.RESULT, row, self.result(row, text))
             owner.pending.append((row, text))
 
     @rule(rows=rows_written)
@@ -198,11 +176,7 @@ class StoreMachine(RuleBasedStateMachine):
         return Claims(self.folder).accepted_now()
 
     def read_journal(self, accepted: dict[str, int]) -> dict[int, str]:
-        found = replay(self.folder.journal, JOB, accepted, PART_ROWS, self.owner.parts.committed)
-        reader = JournalReader(self.folder.journal, JOB)
-        payloads = reader.results([(row, f.location) for row, f in found.results.items()])
-        reader.close()
-        return dict(zip(found.results, map(text_of, payloads), strict=True))
+        return self.texts(replay(self.folder.journal, JOB, accepted, PART_ROWS, self.owner.parts.committed))
 
     @invariant()
     def every_promise_is_kept(self) -> None:
@@ -217,8 +191,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def parts_never_change(self) -> None:
-        read = {r["row"]: r["generated_text"] for r in read_output(self.folder.root)}
-        assert read == self.in_parts
+        assert self.stored() == self.in_parts
 
 
 StoreMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
