@@ -25,11 +25,15 @@ from batchgen.engine.memory import (
     default_threads,
     plan_memory,
 )
+from batchgen.engine.output_check import EXACT, ROUNDED, check_output
 from batchgen.engine.reading import Labels
 from batchgen.engine.runner import ModelRunner
 from batchgen.models.activations import make_activations_rowwise
-from batchgen.models.loader import DTYPES, LoadedModel, context_length, load_model
+from batchgen.models.latent import latent_notes
+from batchgen.models.loader import DTYPES, LoadedModel, context_length, load_config, load_model
 from batchgen.models.probe import LayerAttention, probe_model
+from batchgen.models.refusals import refuse_config
+from batchgen.models.rope import longest_sequence, pin_rope
 from batchgen.models.source import ModelSource, find_model, find_tokenizer
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import Task, UsageError
@@ -90,8 +94,9 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     dtype = "float32" if config.dtype == "auto" else config.dtype
     kv_dtype = _kv_dtype(config.kv_cache_dtype, dtype)
     tokenizer = tokenizer or load_tokenizer(config)
-    folder = _source(config).weights_folder()
-    loaded = load_model(folder, dtype, allow_pickle=config.allow_pickle, task=Task(config.task))
+    source, task = _source(config), Task(config.task)
+    refuse_config(load_config(source.tokenizer_folder()), task)
+    loaded = load_model(source.weights_folder(), dtype, allow_pickle=config.allow_pickle, task=task)
     config = dataclasses.replace(
         config,
         dtype=dtype,
@@ -101,13 +106,12 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
         block_size=config.block_size or BLOCK_SIZE,
         num_threads=threads,
     )
-    layers = probe_model(loaded.model, config.max_model_len or 1)
+    layers = probe_model(loaded.model)
     backend, reason = _backend(config, layers)
     _check_block_size(backend, config.block_size or BLOCK_SIZE)
     memory = _memory(config, loaded, layers, backend)
-    if config.max_model_len is None:
-        layers = probe_model(loaded.model, memory.max_model_len)
     layout = memory.shape.layout
+    rope_notes = pin_rope(loaded.model, memory.max_model_len)
     row_multiple = _row_multiple(config, loaded)
     runner = ModelRunner(
         loaded,
@@ -119,13 +123,13 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
         block_size=memory.shape.block_size,
         row_multiple=row_multiple or 1,
     )
+    kv_config = KVCacheConfig(memory.num_blocks, memory.shape.block_size, layout.groups)
+    exact = dtype == kv_dtype == "float32"
+    check_output(runner, loaded, kv_config, memory.max_model_len, EXACT if exact else ROUNDED)
     invariant = row_multiple is not None and model_is_invariant(runner, loaded.vocab_size, memory.num_blocks)
     core = EngineCore(
         runner,
-        Scheduler(
-            _scheduler_config(config, memory),
-            KVCacheConfig(memory.num_blocks, memory.shape.block_size, layout.groups),
-        ),
+        Scheduler(_scheduler_config(config, memory), kv_config),
         tokenizer,
         loaded.eos_token_ids,
         memory.max_model_len,
@@ -139,7 +143,13 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
         config=config,
         pinned={"dtype": dtype, "kv_cache_dtype": kv_dtype, "max_model_len": memory.max_model_len},
         facts=_facts(threads, backend, invariant, row_multiple, memory),
-        notes=[*memory.table(), f"attention: {reason}", _invariance_note(config, invariant)],
+        notes=[
+            *memory.table(),
+            *latent_notes(loaded.config, layers, KV_DTYPE_NAMES[kv_dtype].itemsize),
+            *rope_notes,
+            f"attention: {reason}",
+            _invariance_note(config, invariant),
+        ],
     )
 
 
@@ -189,6 +199,8 @@ def _memory(
     assert config.max_num_batched_tokens is not None
     assert config.max_num_seqs is not None
     context = context_length(loaded.config)
+    if config.max_model_len is not None:
+        context = longest_sequence(loaded.config, context)
     layout = plan_kv_layout(
         layers,
         backend,

@@ -108,6 +108,7 @@ def models_that_do_not_load(stage: Stage) -> None:
     spoilt(num_hidden_layers=3)
     spoilt(hidden_size=48, head_dim=12)
     spoilt(max_position_embeddings="many")
+    spoilt(hidden_act="unheard")
     spoilt(is_decoder=False, is_encoder_decoder=True, model_type="t5")
 
 

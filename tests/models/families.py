@@ -57,7 +57,7 @@ _MLA: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
-_LONG_ROPE = {
+LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
@@ -127,7 +127,7 @@ def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]
     return [(name, b) for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
 
 
-def _family(
+def family(
     name: str,
     config: str,
     base: dict[str, Any] = _DECODER,
@@ -137,6 +137,7 @@ def _family(
     gain: float = 2.0,
     **settings: Any,
 ) -> Family:
+    """A row of the table: the settings of a small decoder with some changed."""
     return Family(
         name=name,
         config=config,
@@ -152,10 +153,10 @@ _WINDOWS = (WINDOW, None, WINDOW)
 _EXPERTS = {"num_experts_per_tok": 2, "num_experts": 6, "moe_intermediate_size": 32}
 
 FAMILIES: tuple[Family, ...] = (
-    _family("llama", "LlamaConfig"),
-    _family("mistral", "MistralConfig", sliding_window=WINDOW, windows=(WINDOW,) * 3),
-    _family("qwen2", "Qwen2Config"),
-    _family(
+    family("llama", "LlamaConfig"),
+    family("mistral", "MistralConfig", sliding_window=WINDOW, windows=(WINDOW,) * 3),
+    family("qwen2", "Qwen2Config"),
+    family(
         "qwen2-window",
         "Qwen2Config",
         use_sliding_window=True,
@@ -163,8 +164,8 @@ FAMILIES: tuple[Family, ...] = (
         max_window_layers=1,
         windows=(None, WINDOW, WINDOW),
     ),
-    _family("qwen3", "Qwen3Config", head_dim=24),
-    _family(
+    family("qwen3", "Qwen3Config", head_dim=24),
+    family(
         "gemma2",
         "Gemma2Config",
         **_ALTERNATING,
@@ -175,7 +176,7 @@ FAMILIES: tuple[Family, ...] = (
         windows=_WINDOWS,
         traits="gqa rope softcap",
     ),
-    _family(
+    family(
         "gemma3",
         "Gemma3TextConfig",
         **_ALTERNATING,
@@ -183,20 +184,20 @@ FAMILIES: tuple[Family, ...] = (
         query_pre_attn_scalar=20,
         windows=_WINDOWS,
     ),
-    _family("phi3", "Phi3Config", sliding_window=WINDOW, windows=(WINDOW,) * 3),
-    _family("gpt2", "GPT2Config", _EARLY, traits=""),
-    _family(
+    family("phi3", "Phi3Config", sliding_window=WINDOW, windows=(WINDOW,) * 3),
+    family("gpt2", "GPT2Config", _EARLY, traits=""),
+    family(
         "gpt_neox",
         "GPTNeoXConfig",
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         traits="rope",
     ),
-    _family("gptj", "GPTJConfig", _EARLY, rotary_dim=8, traits="rope"),
-    _family("opt", "OPTConfig", ffn_dim=96, word_embed_proj_dim=64, traits=""),
-    _family("starcoder2", "Starcoder2Config", sliding_window=WINDOW, windows=(WINDOW,) * 3, use_bias=True),
-    _family("olmo2", "Olmo2Config"),
-    _family("cohere2", "Cohere2Config", **_ALTERNATING, logit_scale=0.25, windows=_WINDOWS, gain=8.0),
-    _family(
+    family("gptj", "GPTJConfig", _EARLY, rotary_dim=8, traits="rope"),
+    family("opt", "OPTConfig", ffn_dim=96, word_embed_proj_dim=64, traits=""),
+    family("starcoder2", "Starcoder2Config", sliding_window=WINDOW, windows=(WINDOW,) * 3, use_bias=True),
+    family("olmo2", "Olmo2Config"),
+    family("cohere2", "Cohere2Config", **_ALTERNATING, logit_scale=0.25, windows=_WINDOWS, gain=8.0),
+    family(
         "granite",
         "GraniteConfig",
         embedding_multiplier=3.0,
@@ -205,8 +206,8 @@ FAMILIES: tuple[Family, ...] = (
         attention_multiplier=0.4,
         gain=4.0,
     ),
-    _family("glm4", "Glm4Config", head_dim=16),
-    _family(
+    family("glm4", "Glm4Config", head_dim=16),
+    family(
         "smollm3",
         "SmolLM3Config",
         no_rope_layer_interval=2,
@@ -214,13 +215,13 @@ FAMILIES: tuple[Family, ...] = (
         **_ALTERNATING,
         windows=_WINDOWS,
     ),
-    _family("stablelm", "StableLmConfig", use_qkv_bias=True, qk_layernorm=True),
-    _family("mixtral", "MixtralConfig", num_local_experts=4, num_experts_per_tok=2, traits="gqa rope moe"),
-    _family(
+    family("stablelm", "StableLmConfig", use_qkv_bias=True, qk_layernorm=True),
+    family("mixtral", "MixtralConfig", num_local_experts=4, num_experts_per_tok=2, traits="gqa rope moe"),
+    family(
         "qwen2_moe", "Qwen2MoeConfig", **_EXPERTS, shared_expert_intermediate_size=48, traits="gqa rope moe"
     ),
-    _family("qwen3_moe", "Qwen3MoeConfig", **_EXPERTS, head_dim=24, traits="gqa rope moe"),
-    _family(
+    family("qwen3_moe", "Qwen3MoeConfig", **_EXPERTS, head_dim=24, traits="gqa rope moe"),
+    family(
         "gpt_oss",
         "GptOssConfig",
         **_ALTERNATING,
@@ -230,6 +231,6 @@ FAMILIES: tuple[Family, ...] = (
         windows=_WINDOWS,
         traits="gqa rope moe sinks",
     ),
-    _family("deepseek_v2", "DeepseekV2Config", _MLA, topk_method="greedy", traits="rope moe mla"),
-    _family("deepseek_v3", "DeepseekV3Config", _MLA, n_group=2, topk_group=1, traits="rope moe mla"),
+    family("deepseek_v2", "DeepseekV2Config", _MLA, topk_method="greedy", traits="rope moe mla"),
+    family("deepseek_v3", "DeepseekV3Config", _MLA, n_group=2, topk_group=1, traits="rope moe mla"),
 )

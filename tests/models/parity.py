@@ -5,6 +5,7 @@ Used by the tests beside it. Run as a program (`make families`) it prints the ta
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
+    # Waiting OpenMP threads must not spin where other processes need the core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch

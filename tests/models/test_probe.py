@@ -9,16 +9,17 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
-    BloomConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
-    MambaConfig,
     MistralConfig,
     PhimoeConfig,
+    VaultGemmaConfig,
 )
 
 from batchgen.models.attention import ATTENTION_NAME, batchgen_attention, register_attention
 from batchgen.models.forward_context import current_context, forward_context
+from batchgen.models.mask_probe import OwnMaskError, SeenMasks
 from batchgen.models.probe import probe_model
 from batchgen.types import UsageError
 
@@ -33,14 +34,13 @@ SMALL: dict[str, Any] = {
 }
 
 
-def build(config: Any, attention: str | None = ATTENTION_NAME) -> Any:
+def build(config: Any) -> Any:
     register_attention()
-    kwargs = {"attn_implementation": attention} if attention else {}
-    return AutoModelForCausalLM.from_config(config, **kwargs).eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
 
 
 def test_finds_shapes_and_scale() -> None:
-    layers = probe_model(build(LlamaConfig(**SMALL)), 128)
+    layers = probe_model(build(LlamaConfig(**SMALL)))
     assert len(layers) == 2
     spec = layers[0].spec
     assert (spec.num_heads, spec.num_kv_heads, spec.head_size, spec.v_head_size) == (4, 2, 8, 8)
@@ -49,36 +49,16 @@ def test_finds_shapes_and_scale() -> None:
 
 
 def test_finds_the_window() -> None:
-    layers = probe_model(build(MistralConfig(**SMALL, sliding_window=16)), 128)
+    layers = probe_model(build(MistralConfig(**SMALL, sliding_window=16)))
     assert [layer.spec.sliding_window for layer in layers] == [16, 16]
 
 
 def test_finds_alternating_windows_and_softcap() -> None:
     config = Gemma2Config(**SMALL, sliding_window=16, head_dim=8, attn_logit_softcapping=30.0)
-    layers = probe_model(build(config), 128)
+    layers = probe_model(build(config))
     expected = [16 if t == "sliding_attention" else None for t in config.layer_types]
     assert [layer.spec.sliding_window for layer in layers] == expected
     assert {layer.spec.softcap for layer in layers} == {30.0}
-
-
-def test_refuses_own_attention_with_the_reason() -> None:
-    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
-    with pytest.raises(UsageError, match="does not dispatch through transformers' attention interface"):
-        probe_model(build(config, attention=None), 64)
-
-
-def test_refuses_recurrent_state() -> None:
-    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
-    with pytest.raises(UsageError, match="recurrent state"):
-        probe_model(build(config, attention=None), 64)
-
-
-def test_refuses_rope_that_depends_on_the_batch() -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = build(LlamaConfig(**SMALL, rope_parameters=rope))
-    probe_model(model, 128)
-    with pytest.raises(UsageError, match=r"set model\.max_model_len to 128 or less"):
-        probe_model(model, 129)
 
 
 def test_attention_outside_a_forward_pass_is_an_error() -> None:
@@ -105,10 +85,33 @@ def test_refuses_an_encoder() -> None:
         vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
     )
     with pytest.raises(UsageError, match=r"looks ahead \(an encoder\)"):
-        probe_model(build(config), 64)
+        probe_model(build(config))
 
 
-def test_refuses_a_window_that_only_the_mask_knows() -> None:
+def test_finds_a_window_that_only_the_mask_knows() -> None:
     config = PhimoeConfig(**SMALL, num_local_experts=2, sliding_window=24)
-    with pytest.raises(UsageError, match="a window of 24 that layer 0 does not pass to attention"):
-        probe_model(build(config), 128)
+    assert [layer.spec.sliding_window for layer in probe_model(build(config))] == [24, 24]
+
+
+def test_finds_no_window_where_only_the_configuration_has_one() -> None:
+    config = VaultGemmaConfig(**SMALL, head_dim=8, sliding_window=24, layer_types=["full_attention"] * 2)
+    assert [layer.spec.sliding_window for layer in probe_model(build(config))] == [None, None]
+
+
+def test_refuses_a_mask_that_looks_ahead() -> None:
+    config = Gemma3TextConfig(**SMALL, head_dim=8, use_bidirectional_attention=True)
+    with pytest.raises(UsageError, match=r"layer 0 looks ahead \(an encoder\)"):
+        probe_model(build(config))
+
+
+def test_refuses_a_mask_of_the_models_own() -> None:
+    masks = SeenMasks()
+    masks.build(q_length=3, kv_length=3, mask_function=lambda b, h, q, k: k <= q)
+    with pytest.raises(OwnMaskError, match="of its own"):
+        masks.window(torch.zeros(1, 1, 3, 3))
+
+
+def test_batchgens_attention_is_back_after_the_probe() -> None:
+    model = build(LlamaConfig(**SMALL))
+    probe_model(model)
+    assert model.config._attn_implementation == ATTENTION_NAME

@@ -1,0 +1,91 @@
+"""Check at load time that a model computes here what it computes in transformers.
+
+The probe finds what a model asks of attention. Whatever else may depend on how a batch is packed (a state,
+positions counted from a mask, an attention of its own beside the one it dispatches) shows in the output only:
+so one short sequence is computed in pieces, beside another, and compared with one whole forward pass of the
+same model with transformers' eager attention.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from batchgen.core.kv_spec import KVCacheConfig
+from batchgen.core.scheduler import Scheduler, SchedulerConfig
+from batchgen.engine.runner import ModelRunner
+from batchgen.models.attention import ATTENTION_NAME
+from batchgen.models.loader import LoadedModel
+from batchgen.models.refusals import refusal
+from batchgen.types import Request, SamplingParams
+
+TOKENS = 23
+FORCED = 2
+"""Of the tokens, how many are computed one at a time, as if they had been sampled."""
+CHUNK = 10
+EXACT, ROUNDED = 1e-3, 0.7
+"""How large the difference may be, as a share of the standard deviation: in float32, and where weights or the
+cache are coarser. Two unrelated outputs differ by 1.4."""
+
+
+def check_output(
+    runner: ModelRunner, loaded: LoadedModel, kv_config: KVCacheConfig, max_model_len: int, limit: float
+) -> None:
+    """Compare the hidden states of a few tokens with those that transformers computes.
+
+    Uses the runner's cache, so it must run before the first request. What has no room for it is not checked.
+
+    Raises:
+        UsageError: they differ by more than `limit`, or cannot be computed.
+    """
+    if max_model_len <= TOKENS or kv_config.num_blocks * kv_config.block_size < 4 * TOKENS:
+        return
+    ids = [(11 + 37 * t + 5 * t * t) % loaded.vocab_size for t in range(TOKENS)]
+    try:
+        theirs, ours = _whole(runner, loaded, ids), _in_pieces(runner, kv_config, ids)
+    except Exception as error:
+        raise refusal(f"a forward pass of {TOKENS} tokens failed: {error}") from error
+    difference = _relative(ours, theirs)
+    if difference > limit:
+        raise refusal(
+            "what it computes in pieces among other rows differs from what transformers computes, by "
+            f"{difference:.2g} of the standard deviation"
+        )
+
+
+def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Root mean square of the difference over the standard deviation; 0 where the truth is not finite."""
+    if not theirs.isfinite().all():
+        return 0.0
+    return float((ours - theirs).square().mean().sqrt() / theirs.std())
+
+
+@torch.inference_mode()
+def _whole(runner: ModelRunner, loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
+    """Float32 hidden states `(len(ids), H)` by transformers' eager attention and masks."""
+    loaded.model.set_attn_implementation("eager")
+    try:
+        positions = torch.arange(len(ids)).unsqueeze(0)
+        runner.parts.forward(torch.tensor([ids]), positions, torch.tensor([0]))
+    finally:
+        loaded.model.set_attn_implementation(ATTENTION_NAME)
+    return runner.hidden.float()
+
+
+def _in_pieces(runner: ModelRunner, kv_config: KVCacheConfig, ids: list[int]) -> torch.Tensor:
+    """Float32 hidden states `(len(ids), H)`, computed in chunks beside another row."""
+    limits = SchedulerConfig(max_num_batched_tokens=CHUNK, max_num_seqs=2, max_model_len=TOKENS + 1)
+    scheduler = Scheduler(limits, kv_config)
+    for row, prompt in enumerate((ids[: -FORCED - 1 : 2], ids[:-FORCED])):
+        scheduler.add(Request(row, list(prompt), SamplingParams(max_tokens=FORCED + 1)))
+    states: list[torch.Tensor] = []
+    while sum(map(len, states)) < len(ids):
+        planned = scheduler.schedule()
+        runner.execute(planned)
+        end = 0
+        for s in planned.scheduled:
+            end += s.num_tokens
+            if s.request.request_id == 1:
+                states.append(runner.hidden[end - s.num_tokens : end].float())
+        samplers = [s.request for s in planned.scheduled if s.samples]
+        scheduler.update(planned, {r.request_id: ids[r.num_tokens % TOKENS] for r in samplers})
+    return torch.cat(states)

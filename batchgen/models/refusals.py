@@ -1,0 +1,87 @@
+"""Models that cannot run on a paged cache, by what their configuration and transformers' code for them show.
+
+Called before weights are fetched. Nothing here is a list of models: a kind is refused for a property, and
+what no property shows is left to the load-time probe and the check after it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    GenerationMixin,
+    PretrainedConfig,
+)
+
+from batchgen.types import Task, UsageError
+
+DISPATCHER = "ALL_ATTENTION_FUNCTIONS"
+"""What modules of transformers call attention by; one without it computes attention itself."""
+PAGED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_OTHER_MODEL = "use a decoder-only model whose layers all attend over a KV cache"
+_TRANSFORMERS = f"{_OTHER_MODEL}, or run this one with transformers' own generate"
+
+
+_CLASSES: dict[Task, tuple[Any, str]] = {
+    Task.EMBED: (MODEL_MAPPING, "model"),
+    Task.CLASSIFY: (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "sequence classifier"),
+}
+
+
+def refusal(reason: str, remedy: str = _TRANSFORMERS) -> UsageError:
+    """The error for a model that cannot run here: why, and what can be done instead."""
+    return UsageError(f"model.path: this model cannot run on batchgen's paged cache: {reason}; {remedy}")
+
+
+def refuse_config(config: PretrainedConfig, task: Task = Task.GENERATE) -> None:
+    """Refuse what cannot work, without weights.
+
+    Args:
+        config: as the model's `config.json` gives it, nested configurations included.
+        task: decides which head the model must have.
+
+    Raises:
+        UsageError: names the reason and what to do instead.
+    """
+    text: Any = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise refusal(f"{config.model_type} is an encoder-decoder (cross attention)")
+    if getattr(text, "cross_attention_layers", None) or getattr(text, "add_cross_attention", False):
+        raise refusal(f"{config.model_type} has layers with cross attention")
+    classes, what = _CLASSES.get(task, (MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model"))
+    if type(config) not in classes:
+        raise refusal(f"transformers has no {what} of type {config.model_type}", _OTHER_MODEL)
+    _refuse_class(classes[type(config)], text, text is config)
+
+
+def _refuse_class(model: Any, config: Any, is_text_model: bool) -> None:
+    """Refuse by the class of the model and its text configuration.
+
+    A model of several parts may have its attention in another module, which the probe sees.
+    """
+    if getattr(model, "_is_stateful", False):
+        raise refusal(
+            f"{model.__name__} keeps a recurrent state, which blocks of keys and values do not hold"
+        )
+    if getattr(config, "index_topk", None):
+        raise refusal(
+            f"{model.__name__} attends to the {config.index_topk} keys that an indexer chooses "
+            "(sparse attention)"
+        )
+    odd = set(getattr(config, "layer_types", None) or ()) - PAGED_LAYERS
+    if odd:
+        raise refusal(
+            f"{model.__name__} has layers of type {', '.join(sorted(odd))}, and only full and sliding "
+            "attention have a place in the cache"
+        )
+    code = vars(sys.modules[model.__module__])
+    if any("alibi" in name.lower() for name in code) and getattr(config, "alibi", True):
+        raise refusal(f"{model.__name__} adds ALiBi distances to its scores, in attention of its own")
+    if is_text_model and DISPATCHER not in code:
+        raise refusal(f"{model.__name__} does not dispatch through transformers' attention interface")
+    if getattr(model, "generate", GenerationMixin.generate) is not GenerationMixin.generate:
+        raise refusal(f"{model.__name__} does not generate a token at a time: it has a generate of its own")
