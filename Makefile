@@ -58,7 +58,7 @@ parity: $(MODEL) $(HUMANEVAL) ## greedy output against transformers on 64 real p
 
 families: $(VENV)/.installed ## parity of every model family with transformers, as a table, and all its tests
 	$(BIN)/python tests/models/parity.py
-	BATCHGEN_FAMILIES=all $(BIN)/python -m pytest tests/models/test_families.py --timeout 3600
+	BATCHGEN_FAMILIES=all $(BIN)/python -m pytest tests/models/test_families.py tests/models/test_mutations.py --timeout 3600
 
 invariance: $(MODEL) $(HUMANEVAL) ## bits of the real model under 200 random schedules
 	BATCHGEN_SCHEDULES=200 $(BIN)/python -m pytest tests/parity/test_real_invariance.py -s --timeout 7200

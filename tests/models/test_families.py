@@ -38,6 +38,7 @@ def test_equals_transformers(family: Family, tmp_path: Path) -> None:
             outcome = run_schedule(engine, schedule)
             seen = compare(oracle, outcome)
             assert seen.spread >= 1
+            assert {len(tokens) for tokens in outcome.tokens} == {MAX_TOKENS}
             assert seen.ok, (settings, schedule.name, seen)
             if "preempted" in schedule.name and None in family.windows:
                 assert outcome.preemptions > 0
