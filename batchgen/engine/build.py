@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import batchgen
+from batchgen.core.kv_layout import KVCacheLayout
 from batchgen.core.kv_spec import KVCacheConfig
 from batchgen.core.scheduler import Scheduler, SchedulerConfig
 from batchgen.engine.config import EngineConfig
@@ -19,6 +20,7 @@ from batchgen.engine.core import EngineCore
 from batchgen.engine.invariance import find_row_multiple, model_is_invariant
 from batchgen.engine.kv_memory import plan_kv_layout
 from batchgen.engine.memory import (
+    Budget,
     CacheShape,
     MemoryPlan,
     available_memory,
@@ -28,7 +30,9 @@ from batchgen.engine.memory import (
 from batchgen.engine.output_check import EXACT, ROUNDED, check_output
 from batchgen.engine.reading import Labels
 from batchgen.engine.runner import ModelRunner
+from batchgen.engine.step_memory import SCRATCH_BLOCKS, largest_step
 from batchgen.models.activations import make_activations_rowwise
+from batchgen.models.footprint import mapped_bytes, weight_bytes
 from batchgen.models.latent import latent_notes
 from batchgen.models.loader import DTYPES, LoadedModel, context_length, load_config, load_model
 from batchgen.models.probe import LayerAttention, probe_model
@@ -215,7 +219,37 @@ def _memory(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         kv_cache_memory=config.kv_cache_memory,
-        available=available_memory() // config.sharers,
+        budget=_budget(config, loaded, layers, backend, layout),
+    )
+
+
+def _budget(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    layers: list[LayerAttention],
+    backend: AttentionBackend,
+    layout: KVCacheLayout,
+) -> Budget:
+    assert config.block_size is not None
+    assert config.max_num_batched_tokens is not None
+    assert config.max_num_seqs is not None
+    scratch = ModelRunner(
+        loaded,
+        layers,
+        backend,
+        layout,
+        num_blocks=SCRATCH_BLOCKS,
+        block_size=config.block_size,
+        row_multiple=1,
+    )
+    step = largest_step(scratch, tokens=config.max_num_batched_tokens, sampled=config.max_num_seqs)
+    # The kernel counts pages of a mapped file as memory that can be had; weights are needed in every step.
+    available = max(0, available_memory() - mapped_bytes(loaded.model))
+    return Budget(
+        available=available // config.sharers,
+        weights=weight_bytes(loaded.model),
+        step=step.total,
+        step_name=f"{config.max_num_batched_tokens:,} tokens, {config.max_num_seqs:,} sampled",
     )
 
 

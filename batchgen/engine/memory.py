@@ -62,13 +62,35 @@ class CacheShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """What there is besides the KV cache, in bytes.
+
+    Args:
+        available: that this engine may take, its weights loaded.
+        weights: of the model.
+        step: what the largest step needs.
+        step_name: the largest step in words, for the table.
+    """
+
+    available: int
+    weights: int
+    step: int
+    step_name: str
+
+    @property
+    def for_cache(self) -> int:
+        """Most that a cache can have."""
+        return max(0, self.available - self.step)
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How many blocks the pool gets, and the figures behind it (bytes)."""
+    """How many blocks the pool gets, and the figures behind it."""
 
     num_blocks: int
     shape: CacheShape
     max_model_len: int
-    available: int
+    budget: Budget
     context: int
     asked_for: bool
 
@@ -76,12 +98,22 @@ class MemoryPlan:
         """The budget in lines for a person."""
         block = self.shape.layout.block_bytes
         each = self.shape.blocks(self.max_model_len)
+        cache = self.num_blocks * block
+        budget = self.budget
         return [
-            f"KV cache {self.num_blocks * block / 2**20:,.0f} MiB: {self.num_blocks:,} blocks of "
-            f"{self.shape.block_size} tokens, {block / 2**10:,.1f} KiB a block",
+            "memory, MiB:",
+            _entry("weights", budget.weights, "loaded"),
+            _entry("largest step", budget.step, budget.step_name),
+            _entry(
+                "KV cache",
+                cache,
+                f"{self.num_blocks:,} blocks of {self.shape.block_size} tokens, "
+                f"{block / 2**10:,.1f} KiB each",
+            ),
+            _entry("left", budget.for_cache - cache, f"of {budget.available / 2**20:,.0f} after the weights"),
             *self.shape.lines(self.max_model_len),
             f"longest sequence {self.max_model_len:,} tokens, which take {each:,} blocks: room for "
-            f"{(self.num_blocks - 1) / each:,.1f}; memory available {self.available / 2**20:,.0f} MiB",
+            f"{(self.num_blocks - 1) / each:,.1f}",
             *([] if self.asked_for else self._shortened()),
         ]
 
@@ -92,6 +124,10 @@ class MemoryPlan:
             f"the model was made for {self.context:,} tokens; longer rows than {self.max_model_len:,} become "
             "errors (raise engine.kv_cache_memory or set model.max_model_len)"
         ]
+
+
+def _entry(name: str, size: int, what: str) -> str:
+    return f"  {name:<12} {size / 2**20:>9,.0f}  {what}"
 
 
 def available_memory() -> int:
@@ -124,7 +160,7 @@ def plan_memory(
     max_model_len: int | None,
     max_num_seqs: int,
     kv_cache_memory: int | None,
-    available: int | None = None,
+    budget: Budget,
 ) -> MemoryPlan:
     """Choose the number of blocks and the longest sequence.
 
@@ -134,28 +170,33 @@ def plan_memory(
         max_model_len: the user's limit, or None for `context` capped by memory.
         max_num_seqs: most requests running at once.
         kv_cache_memory: the user's size in bytes, or None.
-        available: bytes that can be had; measured when None.
+        budget: what there is, and what the cache must leave.
 
     Raises:
         UsageError: one sequence of `max_model_len` does not fit, or more is asked for than the model or
             the machine has; says which knob to turn.
     """
-    available = available_memory() if available is None else available
     if max_model_len is not None and max_model_len > context:
         raise UsageError(
             f"model.max_model_len: {max_model_len:,} is more than the {context:,} tokens the model was made "
             f"for; use {context:,} or less"
         )
-    if kv_cache_memory is not None and kv_cache_memory > available:
+    if budget.for_cache == 0:
         raise UsageError(
-            f"engine.kv_cache_memory: {kv_cache_memory:,} bytes are asked for and {available:,} are "
-            "available; ask for less or leave it out"
+            f"engine.max_num_batched_tokens: the largest step ({budget.step_name}) needs {budget.step:,} "
+            f"bytes and {budget.available:,} are available; lower it or engine.max_num_seqs"
+        )
+    if kv_cache_memory is not None and kv_cache_memory > budget.for_cache:
+        raise UsageError(
+            f"engine.kv_cache_memory: {kv_cache_memory:,} bytes are asked for and {budget.for_cache:,} are "
+            f"available beside a step ({budget.step_name}: {budget.step:,}); ask for less, leave it out, or "
+            "lower engine.max_num_batched_tokens or engine.max_num_seqs"
         )
     wanted_len = max_model_len or context
     block_bytes = shape.layout.block_bytes
-    room = kv_cache_memory or min(int(available * AUTO_SHARE), AUTO_LIMIT)
+    room = kv_cache_memory or min(int(budget.for_cache * AUTO_SHARE), AUTO_LIMIT)
     if kv_cache_memory is None and max_model_len is not None:
-        room = min(max(room, (shape.blocks(wanted_len) + 1) * block_bytes), int(available * 0.8))
+        room = min(max(room, (shape.blocks(wanted_len) + 1) * block_bytes), int(budget.for_cache * 0.8))
     needed_for_all = (max_num_seqs * shape.blocks(wanted_len) + 1) * block_bytes
     num_blocks = (kv_cache_memory or min(room, needed_for_all)) // block_bytes
     longest = shape.longest(num_blocks - 1, wanted_len)
@@ -168,7 +209,7 @@ def plan_memory(
             f"{least:,} tokens needs {(shape.blocks(least) + 1) * block_bytes:,}; "
             "raise engine.kv_cache_memory or lower model.max_model_len"
         )
-    return MemoryPlan(num_blocks, shape, wanted_len, available, context, max_model_len is not None)
+    return MemoryPlan(num_blocks, shape, wanted_len, budget, context, max_model_len is not None)
 
 
 def default_threads() -> int:

@@ -16,6 +16,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
+from batchgen.engine.runner import ModelRunner
+from batchgen.sampling.sampler import finite_rows
+from batchgen.types import Request, SamplingParams
+
+FEW, MANY = 8, 40
+SCRATCH_BLOCKS = MANY + 1
+"""Blocks of the cache that the measured steps need at most, the null block included."""
+
 
 class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the tensors made under it; `peak` is the most that lived at once.
@@ -75,6 +84,35 @@ class StepMemory:
         return self.activations + self.logits
 
 
+def largest_step(runner: ModelRunner, *, tokens: int, sampled: int) -> StepMemory:
+    """What a step of so many tokens needs, so many of them sampled.
+
+    Args:
+        runner: with a cache of `SCRATCH_BLOCKS` or more blocks, which are written.
+        tokens: most in a step.
+        sampled: most rows of logits that lie in memory at once.
+    """
+
+    def step(few: int, of_them: int) -> None:
+        finite_rows(runner.execute(_packed(runner, few, of_them)))
+
+    return measure_step(step, tokens=tokens, logits_rows=sampled)
+
+
+def _packed(runner: ModelRunner, tokens: int, sampled: int) -> SchedulerOutput:
+    """`sampled` sequences of one token each, and one that is not sampled of all others."""
+    groups = len(runner.layout.groups)
+    lengths = [1] * sampled + [tokens - sampled] * (tokens > sampled)
+    scheduled, block = [], 1
+    for i, length in enumerate(lengths):
+        end = block + -(-length // runner.block_size)
+        request = Request(i, [0] * length, SamplingParams())
+        blocks = list(range(block, end))
+        scheduled.append(ScheduledRequest(request, 0, length, i < sampled, [blocks] * groups))
+        block = end
+    return SchedulerOutput(scheduled=scheduled, total_tokens=tokens, copies=[], preempted=[])
+
+
 def measure_step(step: Callable[[int, int], object], *, tokens: int, logits_rows: int) -> StepMemory:
     """The memory of a step of `tokens` tokens, `logits_rows` of which sample, from small ones.
 
@@ -83,7 +121,7 @@ def measure_step(step: Callable[[int, int], object], *, tokens: int, logits_rows
         tokens: most in a step.
         logits_rows: most that are sampled in a step.
     """
-    few, many = 8, 40
+    few, many = FEW, MANY
 
     def peak(rows: int, sampled: int) -> int:
         watch = PeakBytes()

@@ -8,7 +8,7 @@ import pytest
 
 from batchgen.core.kv_layout import plan_layout
 from batchgen.core.kv_spec import KVCacheSpec
-from batchgen.engine.memory import CacheShape, available_memory, plan_memory
+from batchgen.engine.memory import Budget, CacheShape, available_memory, plan_memory
 from batchgen.types import UsageError
 
 KIB = 1024
@@ -26,9 +26,13 @@ def plan(**changes: Any) -> Any:
         "max_model_len": None,
         "max_num_seqs": 4,
         "kv_cache_memory": None,
-        "available": 1024**3,
+        "budget": budget(),
     }
     return plan_memory(**{**given, **changes})
+
+
+def budget(available: int = 1024**3, step: int = 0) -> Budget:
+    return Budget(available, 513 * 2**20, step, "512 tokens, 64 sampled")
 
 
 def test_never_more_than_all_sequences_need() -> None:
@@ -55,7 +59,22 @@ def test_one_long_sequence_may_take_more_than_the_automatic_share() -> None:
 
 
 def test_the_table_names_the_figures() -> None:
-    assert "257 blocks of 16 tokens" in plan().table()[0]
+    assert "257 blocks of 16 tokens" in plan().table()[3]
+
+
+def test_the_table_adds_up() -> None:
+    table = plan(budget=budget(2**30, 24 * 2**20)).table()
+    assert [line.split()[:3] for line in table[1:5]] == [
+        ["weights", "513", "loaded"],
+        ["largest", "step", "24"],
+        ["KV", "cache", "4"],
+        ["left", "996", "of"],
+    ]
+
+
+def test_what_a_step_needs_is_not_given_to_the_cache() -> None:
+    lean = plan(budget=budget(2**30, 2**29), max_num_seqs=4096)
+    assert lean.num_blocks == 2**29 // 4 // (16 * KIB)
 
 
 def test_available_memory_is_plausible() -> None:
@@ -67,7 +86,16 @@ def test_available_memory_is_plausible() -> None:
     [
         ({"max_model_len": 2048}, r"model\.max_model_len: 2,048 is more than the 1,024 tokens"),
         ({"kv_cache_memory": 2 * 1024**3}, r"engine\.kv_cache_memory: 2,147,483,648 bytes are asked for"),
-        ({"available": 0}, r"one sequence of 1,024 tokens needs|one sequence of 16 tokens needs"),
+        ({"budget": budget(50 * KIB)}, r"one sequence of 16 tokens needs"),
+        (
+            {"budget": budget(2**20, 2**20)},
+            r"engine\.max_num_batched_tokens: the largest step \(512 tokens, 64 sampled\) needs 1,048,576 "
+            r"bytes and 1,048,576 are available; lower it or engine\.max_num_seqs",
+        ),
+        (
+            {"budget": budget(2**30, 2**20), "kv_cache_memory": 2**30},
+            r"1,073,741,824 bytes are asked for and 1,072,693,248 are available beside a step",
+        ),
     ],
 )
 def test_refusals(changes: dict[str, Any], sentence: str) -> None:
@@ -114,7 +142,7 @@ def test_a_pool_much_smaller_than_a_sequence_suffices_for_windows_alone() -> Non
 
 
 def test_the_table_says_what_each_kind_of_layer_keeps() -> None:
-    assert plan(shape=hybrid()).table()[1:3] == [
+    assert plan(shape=hybrid()).table()[5:7] == [
         "  layers that keep all tokens: 1 (groups: 1), at most 64 blocks a sequence, 0% padding",
         "  layers that keep the last 100 tokens: 3 (groups: 3), at most 36 blocks a sequence, 0% padding",
     ]

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from engine_harness import make_engine
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_models import save_tiny_llama
 
-from batchgen.engine.step_memory import PeakBytes, measure_step
+from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
+from batchgen.engine.step_memory import PeakBytes, largest_step, measure_step
+from batchgen.models.footprint import mapped_bytes, weight_bytes
+from batchgen.types import Request, SamplingParams
 
 KIB = 1024
 
@@ -49,3 +58,27 @@ def test_a_large_step_is_foreseen(tokens: int, logits_rows: int) -> None:
     with PeakBytes() as watch:
         step(tokens, logits_rows)
     assert watch.peak <= found.total <= 1.5 * watch.peak + 2**20
+
+
+def test_the_largest_step_of_an_engine_is_foreseen(tmp_path: Path) -> None:
+    engine = make_engine(save_tiny_llama(tmp_path), max_num_batched_tokens=200, max_num_seqs=8)
+    runner = engine.core.runner
+    found = largest_step(runner, tokens=200, sampled=8)
+    requests = [Request(i, [1] * 25, SamplingParams()) for i in range(8)]
+    blocks = [[1 + 2 * i, 2 + 2 * i] for i in range(8)]
+    scheduled = [ScheduledRequest(r, 0, 25, True, [ids]) for r, ids in zip(requests, blocks, strict=True)]
+    with PeakBytes() as watch:
+        runner.execute(SchedulerOutput(scheduled, 200, [], []))
+    assert watch.peak <= found.total <= 1.3 * watch.peak
+    engine.core.close()
+
+
+def test_weights_in_a_mapped_file_are_told_from_others(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(64, 64)}, tmp_path / "w.safetensors")
+    model = torch.nn.Linear(64, 64, bias=True)
+    assert (weight_bytes(model), mapped_bytes(model)) == (64 * 65 * 4, 0)
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        model.weight = torch.nn.Parameter(file.get_tensor("weight"))
+    assert (weight_bytes(model), mapped_bytes(model)) == (64 * 65 * 4, 64 * 64 * 4)
+    model.tied = model.weight  # type: ignore[assignment]
+    assert weight_bytes(model) == 64 * 65 * 4

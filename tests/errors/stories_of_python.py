@@ -64,6 +64,7 @@ def engines_in_this_process(stage: Stage) -> None:
     wrong(max_len=3)
     wrong(max_model_len=1_000_000)
     wrong(kv_cache_memory=1 << 60)
+    wrong(max_num_batched_tokens=1 << 40)
     wrong(kv_cache_memory=5000)
     wrong(attention="flash_attn")
     wrong(dtype="bfloat16", kv_cache_dtype="float16")

@@ -1,0 +1,42 @@
+"""How much memory a model's weights take, and how much of it is a mapped file. For sizing an engine."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import torch
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Of all parameters and buffers, tied ones once."""
+    return sum(size for _, size in _storages(model))
+
+
+def mapped_bytes(model: torch.nn.Module) -> int:
+    """Of those that lie in a mapped file, as safetensors does; such pages look free and are not."""
+    files = _file_mappings()
+    starts = [start for start, _ in files]
+
+    def is_mapped(address: int) -> bool:
+        i = bisect_right(starts, address) - 1
+        return i >= 0 and address < files[i][1]
+
+    return sum(size for address, size in _storages(model) if is_mapped(address))
+
+
+def _storages(model: torch.nn.Module) -> set[tuple[int, int]]:
+    """(address, bytes) of each tensor once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return {(t.data_ptr(), t.nbytes) for t in tensors if t.device.type == "cpu"}
+
+
+def _file_mappings() -> list[tuple[int, int]]:
+    """(start, end) of this process's mappings of files, ascending (`man 5 proc_pid_maps`)."""
+    found = []
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            fields = line.split(maxsplit=5)
+            if fields[4] != "0":
+                start, _, end = fields[0].partition("-")
+                found.append((int(start, 16), int(end, 16)))
+    return found
