@@ -238,6 +238,7 @@ def _budget(
         layers,
         backend,
         layout,
+        kv_dtype=KV_DTYPE_NAMES[config.kv_cache_dtype],
         num_blocks=SCRATCH_BLOCKS,
         block_size=config.block_size,
         row_multiple=1,

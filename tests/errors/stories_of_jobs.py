@@ -30,10 +30,15 @@ RUN = "run job.yaml --progress none"
 PLENTY, LITTLE = SimpleNamespace(free=1 << 40), SimpleNamespace(free=1000)
 
 
-def _ends_early(stage: Stage, script: Script, *settings: str) -> None:
-    """A run that ends for want of disk space once the rows that do not stall are in the journal."""
-    disk = iter([PLENTY] * 3)
-    with stage.patched((supervisor.shutil, "disk_usage", lambda place: next(disk, LITTLE))):
+def _ends_early(stage: Stage, script: Script, output: str, parts: int, *settings: str) -> None:
+    """A run that ends for want of disk space, so many parts and what else does not stall being done."""
+    later = iter([PLENTY] * 3)
+
+    def usage(place: Path) -> SimpleNamespace:
+        done = len(list(Path(output, "data").glob("part-*.parquet"))) >= parts
+        return next(later, LITTLE) if done else PLENTY
+
+    with stage.patched((supervisor.shutil, "disk_usage", usage)):
         stage.batchgen(RUN, 5, script, "run.checkpoint_seconds=0.05", *settings)
 
 
@@ -146,7 +151,7 @@ def rows_that_are_chosen(stage: Stage) -> None:
     """Fewer rows than are in parts, where a condition selects them, so that nothing else can tell."""
     stage.write(prompts_jsonl=rows(40, n=1))
     settings = ("output.part_rows=16", "input.where=n = 1")
-    _ends_early(stage, Script(stalls=[3]), *settings)
+    _ends_early(stage, Script(stalls=[3]), "out", 2, *settings)
     stage.batchgen(f"{RUN} --limit 30", 4, None, *settings)
     stage.batchgen(f"{RUN} --limit 10", 4, None, *settings)
 
@@ -161,7 +166,7 @@ def inputs_that_change(stage: Stage) -> None:
     stage.write(prompts_jsonl=rows(18) + " " * (len(last) - 1) + "\n")
     before = Path("prompts.jsonl").stat()
     settings = ("output.part_rows=16", "output.path=again")
-    _ends_early(stage, Script(stalls=[17]), *settings)
+    _ends_early(stage, Script(stalls=[17]), "again", 1, *settings)
     stage.write(prompts_jsonl=rows(18) + last)
     os.utime("prompts.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))
     stage.batchgen(RUN, 3, None, *settings)
@@ -193,7 +198,7 @@ def texts_that_no_tokenizer_takes(stage: Stage) -> None:
 def jobs_that_did_not_end(stage: Stage) -> None:
     """Half of a job, which is retried, exported and verified."""
     stage.write(prompts_jsonl=rows(4))
-    _ends_early(stage, Script(stalls=[3]))
+    _ends_early(stage, Script(stalls=[3]), "out", 0)
     with stage.patched((supervisor.shutil, "disk_usage", lambda place: LITTLE)):
         stage.batchgen(RUN, 5)
     stage.batchgen("retry out", 2)
