@@ -10,7 +10,7 @@ KILLS ?= 40
 ROWS ?= 4000
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity families invariance properties fuzz storm storm-fake memory job-side bench audit clean
+.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake memory job-side bench audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,6 +59,9 @@ parity: $(MODEL) $(HUMANEVAL) ## greedy output against transformers on 64 real p
 families: $(VENV)/.installed ## parity of every model family with transformers, as a table, and all its tests
 	$(BIN)/python tests/models/parity.py
 	BATCHGEN_FAMILIES=all $(BIN)/python -m pytest tests/models/test_families.py tests/models/test_mutations.py --timeout 3600
+
+tasks: $(MODEL) $(HUMANEVAL) ## log-likelihoods of 500 real pairs and embeddings against transformers
+	BATCHGEN_TASK_PAIRS=500 $(BIN)/python -m pytest tests/parity/test_real_tasks.py -s --timeout 7200
 
 invariance: $(MODEL) $(HUMANEVAL) ## bits of the real model under 200 random schedules
 	BATCHGEN_SCHEDULES=200 $(BIN)/python -m pytest tests/parity/test_real_invariance.py -s --timeout 7200

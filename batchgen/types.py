@@ -14,6 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+MOST_LOGPROBS = 100
+"""Most likeliest tokens that are kept beside a token."""
+
 
 class Status(enum.StrEnum):
     """What became of a row."""
@@ -156,6 +159,8 @@ class SamplingParams:
         bad_words: texts that are not to be written, however they begin: with or without a space before.
         allowed_token_ids: only these may be drawn, the end of sequence too only if it is here; empty for all.
         logits_processors: functions of the caller's, see `LogitsProcessor`; not in a job file.
+        prompt_logprobs: score the prompt's own tokens, each with this many of the likeliest beside it; such a
+            prompt is computed in full, whatever the prefix cache holds. None for no scores.
 
     Raises:
         ValueError: names the field, the value and what is allowed.
@@ -178,6 +183,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, allowed: str) -> None:
@@ -192,6 +198,11 @@ class SamplingParams:
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "a number from 0 to max_tokens")
         require(all(self.stop), "stop", "non-empty strings")
         require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids of 0 or more")
+        require(
+            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MOST_LOGPROBS,
+            "prompt_logprobs",
+            f"null or a number from 0 to {MOST_LOGPROBS}",
+        )
         require(0 <= self.seed < 2**63, "seed", "an integer from 0 to 2**63 - 1")
         for name in ("presence_penalty", "frequency_penalty"):
             require(-2 <= getattr(self, name) <= 2, name, "a number from -2 to 2")
@@ -295,6 +306,21 @@ class TokenScores:
     def is_greedy(self) -> bool:
         """Whether every token is the likeliest at its place."""
         return all(rank == 1 for rank in self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprob:
+    """What the model thought of one token of a prompt; see `TokenLogprob`.
+
+    Args:
+        logprob: of the token.
+        rank: of the token.
+        top: the likeliest tokens at its place, likeliest first.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,6 +509,15 @@ class Output:
     def token_ids(self) -> list[int]:
         """Of the first sample; empty where there is an error."""
         return self.samples[0].token_ids if self.samples else []
+
+    @property
+    def prompt_logprobs(self) -> list[PromptLogprob | None] | None:
+        """Of each token of the prompt, None for the first; None where they were not asked for."""
+        if self.scores is None:
+            return None
+        tops = self.scores.top or [()] * len(self.scores)
+        scored = zip(self.scores.logprobs, self.scores.ranks, tops, strict=True)
+        return [None, *(PromptLogprob(*one) for one in scored)]
 
     @property
     def text(self) -> str:

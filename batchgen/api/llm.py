@@ -8,12 +8,16 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Self
 
-from batchgen.engine.build import Engine, build_engine, load_tokenizer
+from batchgen.api.task_results import Classified, Embedding, Loglikelihood, Perplexity
+from batchgen.engine.build import Engine, build_engine, load_tokenizer, source_folder
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.core import EngineCore
+from batchgen.models.pooling import find_pooling
 from batchgen.sampling.resolve import generation_defaults, resolve_sampling
 from batchgen.text.prompt import PreparedRow, PromptRenderer, PromptSpec
-from batchgen.types import Output, Request, RowError, SamplingParams, UsageError
+from batchgen.text.prompt_spec import CONTINUATION
+from batchgen.text.task_request import TaskRequests, count_bytes, count_words
+from batchgen.types import Output, Pooling, RowError, SamplingParams, Task, UsageError
 
 Prompt = str | Sequence[int]
 """A text, or token ids that go to the model as they are."""
@@ -21,9 +25,14 @@ Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
 """Messages of the form `{"role": …, "content": …}`, oldest first."""
 
+Pair = tuple[Prompt, Prompt]
+"""A context and its continuation: both texts, or both token ids."""
+
 _GROUP = 32
 _LOOKAHEAD = 4
 _COLUMN = "prompt"
+# Of a task that samples nothing.
+_READ = SamplingParams(max_tokens=1)
 
 
 class LLM:
@@ -61,11 +70,12 @@ class LLM:
         known = {field.name for field in dataclasses.fields(EngineConfig)}
         for name in engine.keys() - known:
             raise UsageError(f"LLM: {name!r} is not an argument; use any of {', '.join(sorted(known))}")
-        config = EngineConfig(model=model, tokenizer=tokenizer, **engine)
+        config = EngineConfig(**{"model": model, "tokenizer": tokenizer, "task": "auto", **engine})
         self._chat_template = chat_template
         self._tokenizer = load_tokenizer(config)
         self._open: Engine | None = build_engine(config, self._tokenizer)
         self._defaults = _defaults(generation_defaults, self._engine.loaded.generation_config.to_dict())
+        self._folder = source_folder(config)
         self._streaming = False
         self.notes = tuple(self._engine.notes)
 
@@ -129,14 +139,118 @@ class LLM:
                 closed.
             EngineError: the engine cannot go on.
         """
-        _check_many(prompts, chat=chat)
+        if chat:
+            _check_many(prompts, "conversation", Mapping)
+        else:
+            _check_many(prompts, "prompt", int)
+        self._check_head(Task.GENERATE)
         if not isinstance(sampling, SamplingParams | None):
             raise UsageError(
                 f"sampling: {type(sampling).__name__} is not allowed; use one bg.SamplingParams for all"
             )
         params = sampling or resolve_sampling({}, self._defaults)
         renderers = _Renderers(self._tokenizer, self._chat_template, chat=chat)
-        return self._stream(self._core, iter(prompts), params, renderers)
+        return self._stream(self._core, iter(prompts), params, renderers, self._requests(Task.GENERATE))
+
+    def loglikelihood(self, pairs: Iterable[Pair], *, overflow: str = "error") -> list[Loglikelihood]:
+        """How likely each continuation is after its context.
+
+        A pair is tokenized as one text and cut where its context ends; spaces at the end of the context count
+        to the continuation, and an empty context stands for the beginning of a text (BOS, else EOS), as in
+        lm-evaluation-harness.
+
+        Args:
+            pairs: (context, continuation), both texts or both token ids.
+            overflow: what becomes of a pair that is longer than the model reads: `error`, or
+                `truncate_left`, which cuts the beginning of the context off.
+
+        Returns:
+            As many results as pairs, in their order; each unpacks as `(sum of logprobs, is_greedy)`.
+
+        Raises:
+            UsageError: one pair instead of many, or a model without a next-token head.
+        """
+        _check_many(pairs, "pair", str)
+        if overflow not in ("error", "truncate_left"):
+            raise UsageError(f"overflow: {overflow!r} is not allowed; use error or truncate_left")
+        outputs = self._task(Task.LOGLIKELIHOOD, pairs, overflow=overflow)
+        return [Loglikelihood(output) for output in outputs]
+
+    def perplexity(self, texts: Iterable[Prompt]) -> list[Perplexity]:
+        """How likely each text is as a whole, whatever its length.
+
+        A text longer than `max_model_len` is scored in windows, each of its tokens once, as
+        lm-evaluation-harness does (`loglikelihood_rolling`); the first token is scored after BOS, else EOS.
+
+        Args:
+            texts: texts or token ids.
+
+        Returns:
+            As many results as texts, in their order.
+
+        Raises:
+            UsageError: one text instead of many, or a model without a next-token head.
+        """
+        _check_many(texts, "text", int)
+        counted: list[tuple[int | None, int | None]] = []
+        outputs = self._task(Task.PERPLEXITY, _counting(texts, counted))
+        return [Perplexity(output, *counts) for output, counts in zip(outputs, counted, strict=True)]
+
+    def embed(
+        self, texts: Iterable[Prompt], *, pooling: str = "auto", normalize: bool = True
+    ) -> list[Embedding]:
+        """Each text as a vector: hidden states after the final norm, pooled.
+
+        Args:
+            texts: texts or token ids. A text gets what the tokenizer puts before and behind it.
+            pooling: `last` token, `mean` of all tokens, or `auto`: what the files of sentence-transformers
+                beside the model say, else the last token.
+            normalize: give vectors length 1.
+
+        Returns:
+            As many results as texts, in their order.
+
+        Raises:
+            UsageError: one text instead of many, or a pooling that batchgen does not have.
+        """
+        _check_many(texts, "text", int)
+        if pooling not in ("auto", *Pooling):
+            raise UsageError(f"pooling: {pooling!r} is not allowed; use auto, last or mean")
+        how = find_pooling(self._folder) if pooling == "auto" else Pooling(pooling)
+        return [Embedding(o) for o in self._task(Task.EMBED, texts, pooling=how, normalize=normalize)]
+
+    def classify(self, texts: Iterable[Prompt]) -> list[Classified]:
+        """The class of each text, by the model's own sequence-classification head on its last token.
+
+        Args:
+            texts: texts or token ids. A text gets what the tokenizer puts before and behind it.
+
+        Returns:
+            As many results as texts, in their order.
+
+        Raises:
+            UsageError: one text instead of many, or a model that is no classifier.
+        """
+        _check_many(texts, "text", int)
+        return [Classified(output) for output in self._task(Task.CLASSIFY, texts)]
+
+    def _task(
+        self, task: Task, items: Iterable[Any], *, overflow: str = "error", **how: Any
+    ) -> Iterator[Output]:
+        self._check_head(task)
+        renderers = _Renderers(self._tokenizer, None, task=task, overflow=overflow)
+        return self._stream(self._core, iter(items), _READ, renderers, self._requests(task, **how))
+
+    def _requests(self, task: Task, **how: Any) -> TaskRequests:
+        return TaskRequests(task, self._tokenizer, self.max_model_len, **how)
+
+    def _check_head(self, task: Task) -> None:
+        loaded = self._engine.loaded.task
+        needs = {Task.EMBED: loaded, Task.CLASSIFY: Task.CLASSIFY}.get(task)
+        if needs is None and loaded in (Task.EMBED, Task.CLASSIFY):
+            raise UsageError(f"LLM: task {task} needs a next-token head; make the LLM with task='generate'")
+        if needs is Task.CLASSIFY and loaded is not Task.CLASSIFY:
+            raise UsageError("LLM: task classify needs a classifier; make the LLM with task='classify'")
 
     def close(self) -> None:
         """Give the memory of weights and cache back; the object is unusable afterwards. Twice is once."""
@@ -151,7 +265,12 @@ class LLM:
         self.close()
 
     def _stream(
-        self, core: EngineCore, prompts: Iterator[Any], sampling: SamplingParams, renderers: _Renderers
+        self,
+        core: EngineCore,
+        prompts: Iterator[Any],
+        sampling: SamplingParams,
+        renderers: _Renderers,
+        requests: TaskRequests,
     ) -> Iterator[Output]:
         if self._streaming:
             raise RuntimeError("another iteration over this LLM is under way; finish or close it first")
@@ -164,7 +283,7 @@ class LLM:
                 while not exhausted and self._wants(taken - given):
                     group = list(islice(prompts, _GROUP))
                     exhausted = len(group) < _GROUP
-                    done.update(self._add(group, taken, sampling, renderers))
+                    done.update(self._add(group, taken, sampling, renderers, requests))
                     taken += len(group)
                 done.update((output.request_id, output) for output in core.step())
                 while given in done:
@@ -180,42 +299,57 @@ class LLM:
         return self._core.num_unfinished < 2 * sequences and outstanding < 2 * _LOOKAHEAD * sequences
 
     def _add(
-        self, group: list[Any], first: int, sampling: SamplingParams, renderers: _Renderers
+        self,
+        group: list[Any],
+        first: int,
+        sampling: SamplingParams,
+        renderers: _Renderers,
+        requests: TaskRequests,
     ) -> dict[int, Output]:
         """Hand prompts to the engine; what it refuses is an output at once."""
         refused: dict[int, Output] = {}
         for row, prepared in renderers.prepare(group, first, self.max_model_len):
-            if isinstance(prepared, RowError):
-                refused[row] = Output(row, error=prepared)
+            request = (
+                prepared if isinstance(prepared, RowError) else requests.request(prepared, replace(sampling))
+            )
+            if isinstance(request, RowError):
+                refused[row] = Output(row, error=request)
                 continue
-            output = self._core.add(Request(row, prepared.token_ids, replace(sampling)))
+            output = self._core.add(request)
             if output is not None:
                 refused[row] = output
         return refused
 
 
-def _check_many(prompts: Any, *, chat: bool) -> None:
-    """Refuse what looks like one prompt: a text would be answered letter by letter."""
-    what = "conversation" if chat else "prompt"
+def _check_many(prompts: Any, what: str, part: type) -> None:
+    """Refuse what looks like one item, of which `part` is a part: a text would be taken letter by letter."""
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise UsageError(
             f"{what}s: {type(prompts).__name__} cannot be a list of {what}s; put {what}s into a list"
         )
     first = prompts[0] if isinstance(prompts, list | tuple) and prompts else None
-    if isinstance(first, Mapping if chat else int):
+    if isinstance(first, part):
         raise UsageError(f"{what}s: this is one {what}; put it into a list of {what}s")
 
 
 class _Renderers:
     """From prompts of either kind to token ids."""
 
-    def __init__(self, tokenizer: Any, chat_template: str | None, *, chat: bool) -> None:
-        self._tokens = PromptRenderer(
-            PromptSpec.from_dict({"mode": "tokens", "sources": [_COLUMN]}), tokenizer
-        )
-        text: dict[str, Any] = {"mode": "completion", "special_tokens_in_content": "allow"}
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None,
+        *,
+        chat: bool = False,
+        task: Task = Task.GENERATE,
+        overflow: str = "error",
+    ) -> None:
+        common = {"task": task, "overflow": overflow}
+        tokens = {"mode": "tokens", "sources": [_COLUMN], **common}
+        self._tokens = PromptRenderer(PromptSpec.from_dict(tokens), tokenizer)
+        text: dict[str, Any] = {"mode": "completion", "special_tokens_in_content": "allow", **common}
         if chat:
-            text = {"mode": "chat", "messages": _COLUMN, "chat_template": chat_template}
+            text = {"mode": "chat", "messages": _COLUMN, "chat_template": chat_template, **common}
         else:
             text["sources"] = [_COLUMN]
         self._text = PromptRenderer(PromptSpec.from_dict(text), tokenizer)
@@ -225,15 +359,30 @@ class _Renderers:
     def prepare(
         self, prompts: list[Any], first: int, max_model_len: int
     ) -> Iterator[tuple[int, PreparedRow | RowError]]:
-        rows = [(first + i, {_COLUMN: prompt}) for i, prompt in enumerate(prompts)]
-        of_text = [row for row in rows if self._is_text(row[1][_COLUMN])]
-        of_tokens = [row for row in rows if not self._is_text(row[1][_COLUMN])]
+        pairs = self._text.spec.scores_pairs
+        rows = [(first + i, _pair(p) if pairs else {_COLUMN: p}) for i, p in enumerate(prompts)]
+        of_text = [row for row in rows if self._is_text(row[1].get(_COLUMN))]
+        of_tokens = [row for row in rows if not self._is_text(row[1].get(_COLUMN))]
         for renderer, some in ((self._text, of_text), (self._tokens, of_tokens)):
             for (row, _), prepared in zip(some, renderer.prepare_batch(some, max_model_len), strict=True):
                 yield row, prepared
 
     def _is_text(self, prompt: Any) -> bool:
         return self._chat or isinstance(prompt, str) or prompt is None
+
+
+def _pair(pair: Any) -> dict[str, Any]:
+    """The columns of a pair; of what is no pair some are missing, which is an error of its own."""
+    parts = pair if isinstance(pair, list | tuple) and len(pair) == 2 else ()
+    return dict(zip((_COLUMN, CONTINUATION), parts, strict=False))
+
+
+def _counting(texts: Iterable[Any], counted: list[tuple[int | None, int | None]]) -> Iterator[Any]:
+    """The texts, while their bytes and words are counted."""
+    for text in texts:
+        is_text = isinstance(text, str)
+        counted.append((count_bytes(text), count_words(text)) if is_text else (None, None))
+        yield text
 
 
 def _defaults(choice: str, generation_config: Mapping[str, Any]) -> dict[str, Any]:

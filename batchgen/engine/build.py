@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import platform
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from batchgen.engine.step_memory import SCRATCH_BLOCKS, largest_step
 from batchgen.models.activations import make_activations_rowwise
 from batchgen.models.footprint import mapped_bytes, weight_bytes
 from batchgen.models.latent import latent_notes
-from batchgen.models.loader import DTYPES, LoadedModel, context_length, load_config, load_model
+from batchgen.models.loader import DTYPES, LoadedModel, context_length, load_config, load_model, task_of
 from batchgen.models.probe import LayerAttention, probe_model
 from batchgen.models.refusals import refuse_config
 from batchgen.models.rope import longest_sequence, pin_rope
@@ -79,6 +80,11 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
     return Tokenizer.load(str(source.tokenizer_folder()))
 
 
+def source_folder(config: EngineConfig) -> Path:
+    """The model's folder, for files beside weights and tokenizer; of a GGUF file that of its tokenizer."""
+    return _source(config).tokenizer_folder()
+
+
 def _source(config: EngineConfig) -> ModelSource:
     return find_model(config.model, config.revision, allow_pickle=config.allow_pickle)
 
@@ -98,7 +104,8 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     dtype = "float32" if config.dtype == "auto" else config.dtype
     kv_dtype = _kv_dtype(config.kv_cache_dtype, dtype)
     tokenizer = tokenizer or load_tokenizer(config)
-    source, task = _source(config), Task(config.task)
+    source = _source(config)
+    task = _task(config, source.tokenizer_folder())
     refuse_config(load_config(source.tokenizer_folder()), task)
     loaded = load_model(source.weights_folder(), dtype, allow_pickle=config.allow_pickle, task=task)
     config = dataclasses.replace(
@@ -155,6 +162,14 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
             _invariance_note(config, invariant),
         ],
     )
+
+
+def _task(config: EngineConfig, folder: Path) -> Task:
+    if config.task == "auto":
+        return task_of(folder)
+    if config.task not in set(Task):
+        raise UsageError(f"task: {config.task!r} is not allowed; use auto, {', '.join(Task)}")
+    return Task(config.task)
 
 
 def _labels(loaded: LoadedModel) -> Labels | None:

@@ -15,7 +15,7 @@ class EngineConfig:
         revision: branch, tag or commit of a hub id.
         task: decides with which head the model is loaded: one for the next token (`generate`,
             `loglikelihood`, `perplexity`; such a model can embed too), none (`embed`), or one for classes
-            (`classify`).
+            (`classify`); `auto` goes by the architecture that the configuration names.
         allow_pickle: whether weights may be `.bin` files.
         dtype: `auto` (float32 on the CPU), `float32`, `bfloat16` or `float16`.
         max_model_len: longest prompt plus output, in tokens.

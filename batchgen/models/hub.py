@@ -20,6 +20,8 @@ from batchgen.types import UsageError
 
 METADATA = ("*.json", "*.model", "*.jinja", "tokenizer*", "merges.txt", "vocab*", "*.tiktoken")
 """Configuration and tokenizer. Weights match none of these; the index of their files does."""
+_DEEPER = ("[!1]*/*", "1[!_]*/*")
+"""Folders of other formats, that is all but 1_Pooling, where sentence-transformers says how to pool."""
 _TEMPLATES = "additional_chat_templates/"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -66,7 +68,7 @@ def find_snapshot(repo: str, revision: str | None, key: str) -> Snapshot:
             return Snapshot(repo, folder.name, folder, None)
     try:
         with _no_progress_bar():
-            folder = _download(repo, revision, allow_patterns=[*METADATA], ignore_patterns=["*/*"])
+            folder = _download(repo, revision, allow_patterns=[*METADATA], ignore_patterns=[*_DEEPER])
     except RevisionNotFoundError as error:
         raise UsageError(
             f"model.revision: {repo} has no branch, tag or commit {revision!r}; check it on the model's page"

@@ -104,6 +104,14 @@ def load_config(folder: Path) -> PretrainedConfig:
     return config
 
 
+def task_of(folder: Path) -> Task:
+    """What the weights in a folder have a head for: the next token, classes, or nothing (`embed`)."""
+    names = load_config(folder).architectures or []
+    if any(name.endswith("ForSequenceClassification") for name in names):
+        return Task.CLASSIFY
+    return Task.EMBED if names and all(name.endswith("Model") for name in names) else Task.GENERATE
+
+
 def load_model(
     folder: Path, dtype: str = "float32", *, allow_pickle: bool = False, task: Task = Task.GENERATE
 ) -> LoadedModel:

@@ -16,11 +16,12 @@ from batchgen.types import ErrorClass, RowFailure, SamplingParams, UsageError
 
 # What a job may say of sampling in all its versions, but a row of it may not, or not in this one.
 _ONLY_OF_A_JOB = frozenset({"per_row", "turns", "reasoning"})
-_LATER = frozenset({"n", "logprobs", "prompt_logprobs", "structured"})
+_LATER = frozenset({"n", "logprobs", "structured"})
 _LIBRARY_ONLY = "logits_processors"
 _WORDS = {
     float: "a number",
     int: "a whole number",
+    int | None: "a whole number",
     bool: "true or false",
     tuple[str, ...]: "a list of non-empty strings",
     tuple[int, ...]: "a list of token ids of 0 or more",
@@ -89,7 +90,7 @@ class RowSampling:
             self._refuse(f": {self._unknown(key)}")
         if kind is float and _is_number(value):
             return float(value)
-        if kind is int and _is_number(value) and math.isfinite(value) and value == int(value):
+        if kind in (int, int | None) and _is_number(value) and math.isfinite(value) and value == int(value):
             return int(value)
         if kind is bool and isinstance(value, bool):
             return value

@@ -61,6 +61,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
+        answers: bool = True,
     ) -> str:
         """The conversation as text.
 
@@ -68,6 +69,7 @@ class ChatTemplate:
             messages: turns with `role` and mostly `content`, made of what JSON knows.
             tools: what the model may call; None for none.
             continue_final_message: leave the last turn open instead of opening an assistant's.
+            answers: whether an answer is to come; else no turn is opened for it.
 
         Raises:
             Exception: whatever the template raises; ValueError where it does not show the turn to continue.
@@ -75,7 +77,7 @@ class ChatTemplate:
         turns = [_with_reasoning(message) for message in messages]
         if continue_final_message:
             return self._continued(turns, tools)
-        return self._render(turns, tools, add_generation_prompt=True)
+        return self._render(turns, tools, add_generation_prompt=answers)
 
     def _render(self, turns: Any, tools: Any, *, add_generation_prompt: bool) -> str:
         _ENVIRONMENT.meter.begin()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from batchgen.text import messages as chat
-from batchgen.text.prompt_spec import PromptSpec
+from batchgen.text.prompt_spec import CONTINUATION, PromptSpec
 from batchgen.text.tools import Tool, read_tools
 from batchgen.types import ErrorClass, RowFailure
 
@@ -24,15 +24,17 @@ class Content:
         main: the prompt's text or the conversation; None where the job's templates make the prompt.
         values: the columns that the job's templates read.
         tools: what the model may call, where a column holds it.
+        continuation: the text that is scored, where a column holds it.
     """
 
     main: str | list[chat.Message] | None
     values: Mapping[str, Any]
     tools: list[Tool] | None = None
+    continuation: str | None = None
 
     def parts(self) -> tuple[Any, ...]:
         """All of it, for a look at its strings."""
-        return (self.main, self.values, self.tools)
+        return (self.main, self.values, self.tools, self.continuation)
 
 
 class RowReader:
@@ -64,10 +66,11 @@ class RowReader:
         tools = None
         if isinstance(self._spec.tools, str):
             tools = read_tools(f"column {self._spec.tools!r}", columns.get(self._spec.tools))
+        continuation = self._continuation(columns) if self._spec.continuation is None else None
         if self._spec.user is not None:
-            return Content(None, values, tools)
+            return Content(None, values, tools, continuation)
         if self._spec.turns is None:
-            return Content(self._main(columns), values, tools)
+            return Content(self._main(columns), values, tools, continuation)
         begun = [] if self._spec.messages is None else self._conversation(columns)
         return Content([*begun, *dialogue], values, tools)
 
@@ -77,7 +80,17 @@ class RowReader:
         Raises:
             RowFailure: `invalid_param` for anything but ids of the vocabulary.
         """
-        name, value = self._source(columns)
+        return self._ids(*self._source(columns))
+
+    def continuation_ids(self, columns: Mapping[str, Any]) -> list[int]:
+        """The ids that are scored, of a row that holds ids.
+
+        Raises:
+            RowFailure: as `token_ids`.
+        """
+        return self._ids(*_named(CONTINUATION, columns))
+
+    def _ids(self, name: str, value: Any) -> list[int]:
         if not isinstance(value, list | tuple):
             _invalid(name, f"holds {type(value).__name__}, not a list of token ids")
         if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) >= self._vocab_size):
@@ -123,15 +136,19 @@ class RowReader:
             raise RowFailure(
                 ErrorClass.MISSING_COLUMN, f"the row has no column {' or '.join(map(repr, self._sources))}"
             )
-        value = columns[name]
-        if value is None:
-            raise RowFailure(ErrorClass.NULL_PROMPT, f"column {name!r} is null")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise RowFailure(
-                ErrorClass.NUMBER_OUT_OF_RANGE,
-                f"column {name!r} holds NaN or an infinity, which no prompt can show; correct the row",
+        return _named(name, columns)
+
+    def _continuation(self, columns: Mapping[str, Any]) -> str | None:
+        if not self._spec.scores_pairs:
+            return None
+        name, value = _named(CONTINUATION, columns)
+        if not isinstance(value, str):
+            _invalid(
+                name,
+                f"holds {type(value).__name__}, not text; "
+                f"set prompt.continuation: '{{{{ {name} }}}}' to make text of it",
             )
-        return name, value
+        return value
 
     def _main(self, columns: Mapping[str, Any]) -> str | list[chat.Message]:
         """The row's prompt text or conversation."""
@@ -144,7 +161,7 @@ class RowReader:
                 f"holds {type(value).__name__}, not text; "
                 f"set prompt.user: '{{{{ {name} }}}}' to make text of it",
             )
-        if not value:
+        if not value and not self._spec.scores_pairs:
             raise RowFailure(ErrorClass.EMPTY_PROMPT, f"column {name!r} is empty")
         return value
 
@@ -158,3 +175,18 @@ class RowReader:
 
 def _invalid(column: str, what: str) -> NoReturn:
     raise RowFailure(ErrorClass.INVALID_PARAM, f"column {column!r} {what}")
+
+
+def _named(name: str, columns: Mapping[str, Any]) -> tuple[str, Any]:
+    """A column and its value, which is not null."""
+    if name not in columns:
+        raise RowFailure(ErrorClass.MISSING_COLUMN, f"the row has no column {name!r}")
+    value = columns[name]
+    if value is None:
+        raise RowFailure(ErrorClass.NULL_PROMPT, f"column {name!r} is null")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RowFailure(
+            ErrorClass.NUMBER_OUT_OF_RANGE,
+            f"column {name!r} holds NaN or an infinity, which no prompt can show; correct the row",
+        )
+    return name, value

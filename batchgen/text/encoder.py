@@ -25,6 +25,8 @@ class Draft:
         control_tokens: how many control tokens the row's own text spells.
         truncated_tokens: how many were cut to make the prompt fit.
         content: what the text was made of.
+        continuation: the text that is scored after the prompt, marked as the prompt is.
+        continuation_ids: filled by the encoder, or brought by the row.
         error: set if the tokenizer refused the text.
     """
 
@@ -34,6 +36,8 @@ class Draft:
     control_tokens: int = 0
     truncated_tokens: int = 0
     content: Content | None = None
+    continuation: str | None = None
+    continuation_ids: list[int] | None = None
     error: RowError | None = None
 
     @property
@@ -50,15 +54,37 @@ class PromptEncoder:
         control: its control tokens.
         plain_text: whether prompts are plain text, which gets the tokenizer's own BOS; a chat
             template writes one itself, or means to have none.
+        whole: whether a plain text is all there is, so that it gets what the tokenizer puts at the end, too.
     """
 
-    def __init__(self, tokenizer: Tokenizer, control: ControlTokens, *, plain_text: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, control: ControlTokens, *, plain_text: bool, whole: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._control = control
+        self._plain_text = plain_text
         self._prefix = list(tokenizer.prefix_ids) if plain_text else []
+        self._suffix = list(tokenizer.suffix_ids) if plain_text and whole else []
 
     def encode(self, drafts: Sequence[Draft]) -> None:
-        """Fill in the ids of every draft with a text, or its error."""
+        """Fill in the ids of every draft with a text, and of its continuation, or its error."""
+        self._encode_texts(drafts)
+        pairs = [draft for draft in drafts if draft.continuation is not None and draft.error is None]
+        wholes = [self._whole(draft) for draft in pairs]
+        self._encode_texts(wholes)
+        for draft, whole in zip(pairs, wholes, strict=True):
+            draft.error = whole.error
+            known = len(draft.token_ids or ()) if draft.text else len(self._prefix)
+            draft.continuation_ids = (whole.token_ids or [])[known:]
+            # The tokenizer's own BOS alone is no context; what stands for one is found by the renderer.
+            draft.token_ids = draft.token_ids if draft.text else []
+
+    def _whole(self, draft: Draft) -> Draft:
+        """Context and continuation as one text."""
+        context, continuation = draft.text or "", draft.continuation or ""
+        return Draft(context + continuation, marker=draft.marker)
+
+    def _encode_texts(self, drafts: Sequence[Draft]) -> None:
         with_text = [draft for draft in drafts if draft.text is not None]
         self._fill([draft for draft in with_text if draft.marker is None], self._encode_plain)
         self._fill([draft for draft in with_text if draft.marker is not None], self._encode_marked)
@@ -91,7 +117,7 @@ class PromptEncoder:
         return spelling + text.removeprefix(marked(spelling, marker))
 
     def _with_bos(self, ids: list[int]) -> list[int]:
-        return ids if ids[:1] == self._prefix[:1] else self._prefix + ids
+        return (ids if ids[:1] == self._prefix[:1] else self._prefix + ids) + self._suffix
 
 
 def _refusal(error: Exception) -> RowError:

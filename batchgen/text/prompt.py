@@ -19,11 +19,12 @@ from batchgen.text.content import Content, RowReader
 from batchgen.text.control_tokens import ControlTokens
 from batchgen.text.encoder import Draft, PromptEncoder
 from batchgen.text.overflow import Shortener, cut, kept_room, least_room
+from batchgen.text.pairs import fit_context, move_spaces, prefix_token
 from batchgen.text.probe import chat_faults, said, system_refusal
 from batchgen.text.prompt_spec import PromptSpec
 from batchgen.text.templates import JobTemplate
 from batchgen.text.tokenizer import Tokenizer
-from batchgen.types import ErrorClass, RowError, RowFailure, SamplingParams, Status, UsageError
+from batchgen.types import ErrorClass, RowError, RowFailure, SamplingParams, Status, Task, UsageError
 
 __all__ = ["Explanation", "PreparedRow", "PromptRenderer", "PromptSpec"]
 
@@ -41,6 +42,7 @@ class PreparedRow:
         truncated_tokens: how many tokens the prompt has less than the whole row would have had.
         notes: what a report should say about it.
         text: the rendered prompt; None where the row came as token ids.
+        continuation_ids: what is scored after the prompt, of a job that scores pairs.
     """
 
     row: int
@@ -49,6 +51,7 @@ class PreparedRow:
     truncated_tokens: int = 0
     notes: tuple[str, ...] = ()
     text: str | None = None
+    continuation_ids: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +75,24 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """The context of the model, and the sampling of one row, which wants some of it."""
+    """The context of the model, and the sampling of one row, which wants some of it; None wants nothing."""
 
     max_model_len: int | None
-    sampling: SamplingParams
+    sampling: SamplingParams | None
+
+    @property
+    def least_room(self) -> int:
+        """Fewest tokens that are left for an answer."""
+        return 0 if self.sampling is None else least_room(self.sampling)
 
     def excess(self, tokens: int) -> int:
         """By how many tokens a prompt of `tokens` is too long; 0 or less if it fits."""
-        return 0 if self.max_model_len is None else tokens + least_room(self.sampling) - self.max_model_len
+        return 0 if self.max_model_len is None else tokens + self.least_room - self.max_model_len
 
     def shortened(self) -> int:
         """Most tokens of a prompt that is cut."""
         whole = self.max_model_len or 0
-        return whole - kept_room(self.sampling, whole)
+        return whole if self.sampling is None else whole - kept_room(self.sampling, whole)
 
 
 class PromptRenderer:
@@ -104,7 +112,13 @@ class PromptRenderer:
         self.tokenizer = tokenizer
         self.now = now or datetime.now()
         self._control = ControlTokens(tokenizer)
-        self._encoder = PromptEncoder(tokenizer, self._control, plain_text=spec.mode == "completion")
+        self._task = Task(spec.task)
+        self._encoder = PromptEncoder(
+            tokenizer,
+            self._control,
+            plain_text=spec.mode == "completion",
+            whole=self._task in (Task.EMBED, Task.CLASSIFY),
+        )
         self._templates = {name: JobTemplate(name, source) for name, source in spec.templates().items()}
         columns = frozenset().union(*(t.columns for t in self._templates.values()))
         self._reader = RowReader(spec, sorted(columns), tokenizer.vocab_size)
@@ -196,7 +210,7 @@ class PromptRenderer:
         return [
             draft
             if isinstance(draft, RowError)
-            else _caught(self._finish, row, draft, _Limits(max_model_len, sampled))
+            else _caught(self._finish, row, draft, self._limits(max_model_len, sampled))
             for (row, _), draft, sampled in zip(
                 rows, drafts, sampling or [_ONE_TOKEN] * len(rows), strict=True
             )
@@ -223,7 +237,7 @@ class PromptRenderer:
         def prepare() -> PreparedRow:
             draft = self._compose(self._read(columns, answers))
             self._encoder.encode([draft])
-            return self._finish(row, draft, _Limits(max_model_len, sampling))
+            return self._finish(row, draft, self._limits(max_model_len, sampling))
 
         prepared: PreparedRow | RowError = _caught(prepare)
         return prepared
@@ -239,16 +253,23 @@ class PromptRenderer:
         if isinstance(draft, RowError):
             return Explanation(None, [], 0, 0, draft)
         self._encoder.encode([draft])
-        prepared = _caught(self._finish, 0, draft, _Limits(max_model_len, sampling or _ONE_TOKEN))
-        ids = draft.token_ids or []
+        prepared = _caught(self._finish, 0, draft, self._limits(max_model_len, sampling or _ONE_TOKEN))
+        ids = [*(draft.token_ids or ()), *(draft.continuation_ids or ())]
         tokens = [(i, self.tokenizer.token(i) or "", i in self.tokenizer.special_ids) for i in ids]
         text = self.tokenizer.decode_all(ids) if draft.text is None else draft.shown_text
         error = prepared if isinstance(prepared, RowError) else None
         return Explanation(text, tokens, draft.control_tokens, draft.truncated_tokens, error)
 
+    def _limits(self, max_model_len: int | None, sampling: SamplingParams) -> _Limits:
+        if self._task is Task.GENERATE:
+            return _Limits(max_model_len, sampling)
+        # A text of any length is scored in windows.
+        return _Limits(None if self._task is Task.PERPLEXITY else max_model_len, None)
+
     def _draft(self, columns: Mapping[str, Any]) -> Draft:
         if self.spec.mode == "tokens":
-            return Draft(token_ids=self._reader.token_ids(columns))
+            scored = self._reader.continuation_ids(columns) if self.spec.scores_pairs else None
+            return Draft(token_ids=self._reader.token_ids(columns), continuation_ids=scored)
         return self._compose(self._read(columns))
 
     def _read(self, columns: Mapping[str, Any], answers: Sequence[str] = ()) -> Content:
@@ -277,17 +298,29 @@ class PromptRenderer:
             marker = self._control.marker_for(content.parts())
             content = Content(*(self._control.mark(part, marker) for part in content.parts()))
         try:
-            text = self._text(content)
-            _check_unicode(text)
+            text, continuation = self._text(content), self._continuation(content)
+            _check_unicode(text + (continuation or ""))
         except RowFailure as failure:
             raise _without_marker(failure, marker) from failure
-        return Draft(text, marker=marker, control_tokens=len(found), content=original)
+        if continuation is not None and self.spec.mode == "completion":
+            text, continuation = move_spaces(text, continuation)
+        draft = Draft(text, marker=marker, control_tokens=len(found), content=original)
+        draft.continuation = continuation
+        return draft
+
+    def _continuation(self, content: Content) -> str | None:
+        """The text that is scored, where the job scores pairs."""
+        if not self.spec.scores_pairs:
+            return None
+        if content.continuation is not None:
+            return content.continuation
+        return self._templates["prompt.continuation"].render(content.values)
 
     def _text(self, content: Content) -> str:
         main = content.main
         if main is None:
             main = self._templates["prompt.user"].render(content.values)
-            if not main:
+            if not main and not self.spec.scores_pairs:
                 raise RowFailure(
                     ErrorClass.EMPTY_PROMPT, "prompt.user: the template gives no text for this row"
                 )
@@ -303,7 +336,12 @@ class PromptRenderer:
         turns = chat.with_assistant_prefix(turns, prefix)
         tools: Any = content.tools if isinstance(self.spec.tools, str) else self.spec.tools
         try:
-            return self._chat.render(turns, tools=tools or None, continue_final_message=bool(prefix))
+            return self._chat.render(
+                turns,
+                tools=tools or None,
+                continue_final_message=bool(prefix),
+                answers=self._task in (Task.GENERATE, Task.LOGLIKELIHOOD),
+            )
         except Exception as error:
             raise RowFailure(ErrorClass.TEMPLATE, f"the chat template failed: {said(error)}") from error
 
@@ -313,13 +351,44 @@ class PromptRenderer:
 
     def _finish(self, row: int, draft: Draft, limits: _Limits) -> PreparedRow:
         _raise_error(draft)
-        if limits.excess(len(draft.token_ids or ())) > 0:
+        if draft.continuation_ids is not None:
+            self._fit_pair(draft, draft.continuation_ids, limits)
+        elif limits.excess(len(draft.token_ids or ())) > 0:
             self._fit(draft, limits)
         ids = draft.token_ids
         if not ids:
             raise RowFailure(ErrorClass.EMPTY_PROMPT, "the prompt has no tokens")
         text = None if draft.text is None else draft.shown_text
-        return PreparedRow(row, ids, draft.control_tokens, draft.truncated_tokens, _row_notes(draft), text)
+        return PreparedRow(
+            row,
+            ids,
+            draft.control_tokens,
+            draft.truncated_tokens,
+            _row_notes(draft),
+            text,
+            draft.continuation_ids,
+        )
+
+    def _fit_pair(self, draft: Draft, continuation: list[int], limits: _Limits) -> None:
+        """Give the continuation a context, if it has none, and cut one that is too long, in place."""
+        if not continuation:
+            raise RowFailure(ErrorClass.EMPTY_PROMPT, "the continuation has no tokens of its own")
+        if not draft.token_ids:
+            draft.token_ids = [prefix_token(self.tokenizer)]
+            # A tokenizer's own BOS would otherwise be there twice, and be scored.
+            if continuation[0] == draft.token_ids[0] and len(continuation) > 1:
+                del continuation[0]
+        context, most = draft.token_ids, limits.max_model_len
+        if most is None or len(context) + len(continuation) - 1 <= most:
+            return
+        if self.spec.overflow in ("error", "skip"):
+            raise _over(
+                self.spec.overflow,
+                f"context and continuation have {len(context) + len(continuation)} tokens and the context "
+                f"holds {most}; shorten them or raise model.max_model_len",
+            )
+        kept = fit_context(context, continuation, most, self.spec.overflow, self.tokenizer.bos_token_id)
+        draft.token_ids, draft.truncated_tokens = kept, len(context) - len(kept)
 
     def _fit(self, draft: Draft, limits: _Limits) -> None:
         """Cut a draft that is too long, in place.
@@ -329,8 +398,7 @@ class PromptRenderer:
         """
         policy = self.spec.overflow
         if policy == "error" or policy == "skip":
-            status = Status.SKIPPED if policy == "skip" else Status.ERROR
-            raise RowFailure(ErrorClass.CONTEXT_LENGTH, _too_long(draft, limits), status)
+            raise _over(policy, _too_long(draft, limits))
         before, most = len(draft.token_ids or ()), limits.shortened()
         shorter = self._cut_ids(draft, most) if draft.content is None else self._cut_text(draft, most)
         if shorter is None or not shorter.token_ids:
@@ -365,12 +433,18 @@ class PromptRenderer:
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
+def _over(policy: str, message: str) -> RowFailure:
+    status = Status.SKIPPED if policy == "skip" else Status.ERROR
+    return RowFailure(ErrorClass.CONTEXT_LENGTH, message, status)
+
+
 def _too_long(draft: Draft, limits: _Limits) -> str:
-    room = least_room(limits.sampling)
-    answer = "at least one of them" if room == 1 else f"at least {room} of them (sampling.min_tokens)"
+    room = limits.least_room
+    least = "at least one of them" if room == 1 else f"at least {room} of them (sampling.min_tokens)"
+    answer = f", {least} for the answer" if room else ""
     return (
-        f"the prompt has {len(draft.token_ids or ())} tokens and the context holds {limits.max_model_len}, "
-        f"{answer} for the answer; shorten the prompt or raise model.max_model_len"
+        f"the prompt has {len(draft.token_ids or ())} tokens and the context holds {limits.max_model_len}"
+        f"{answer}; shorten the prompt or raise model.max_model_len"
     )
 
 

@@ -12,9 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchgen.types import UsageError
+from batchgen.types import Task, UsageError
 
 _ONLY_CHAT = ("messages", "system", "assistant_prefix", "chat_template", "chat_template_kwargs", "tools")
+CONTINUATION = "continuation"
+"""The column of the text that is scored, where no template gives it."""
 # Arguments of the renderer itself; a job that sets one would change more than the template's variables.
 _RESERVED_KWARGS = frozenset(
     {
@@ -58,6 +60,8 @@ class PromptSpec:
         sources: columns that may hold the prompt where no setting names one; the first that a row has.
         per_row: column of overrides (`sampling.per_row`).
         turns: column of user turns that are answered one after another (`sampling.turns`).
+        task: what is done with the prompt; of `loglikelihood` it is the context of the continuation.
+        continuation: Jinja template of the text that is scored; None for the column of this name.
     """
 
     mode: str = "chat"
@@ -75,6 +79,13 @@ class PromptSpec:
     sources: tuple[str, ...] = ()
     per_row: str | None = None
     turns: str | None = None
+    task: str = "generate"
+    continuation: str | None = None
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether a row has a continuation beside its prompt."""
+        return self.task == Task.LOGLIKELIHOOD
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> PromptSpec:
@@ -106,7 +117,12 @@ class PromptSpec:
 
     def templates(self) -> dict[str, str]:
         """The job's own Jinja templates by setting."""
-        given = {"system": self.system, "user": self.user, "assistant_prefix": self.assistant_prefix}
+        given = {
+            "system": self.system,
+            "user": self.user,
+            "assistant_prefix": self.assistant_prefix,
+            "continuation": self.continuation,
+        }
         return {f"prompt.{key}": source for key, source in given.items() if source is not None}
 
     def required_columns(self) -> frozenset[str]:
@@ -126,6 +142,7 @@ class PromptSpec:
             "prompt.tools": self.tools,
             "sampling.per_row": self.per_row,
             "sampling.turns": self.turns,
+            "prompt.continuation": CONTINUATION if self.scores_pairs and self.continuation is None else None,
         }
         named = [(key, frozenset([column])) for key, column in columns.items() if isinstance(column, str)]
         return named + by_setting
@@ -155,14 +172,16 @@ class PromptSpec:
         return dataclasses.replace(self, sources=(found,))
 
 
-def spec_from_sections(prompt: Mapping[str, Any], sampling: Mapping[str, Any]) -> PromptSpec:
-    """The two sections of a job file that say what is read from a row.
+def spec_from_sections(
+    prompt: Mapping[str, Any], sampling: Mapping[str, Any], task: str = "generate"
+) -> PromptSpec:
+    """The two sections of a job file, and its task, that say what is read from a row.
 
     Raises:
         UsageError: as `PromptSpec.from_dict`.
     """
     return PromptSpec.from_dict(
-        {**prompt, "per_row": sampling.get("per_row"), "turns": sampling.get("turns")}
+        {**prompt, "per_row": sampling.get("per_row"), "turns": sampling.get("turns"), "task": task}
     )
 
 
@@ -178,6 +197,12 @@ def _check_variables(spec: PromptSpec) -> None:
 def _check_combination(spec: PromptSpec) -> None:
     if spec.messages is not None and spec.user is not None:
         raise UsageError("prompt.messages and prompt.user: both give the conversation; keep one")
+    if spec.continuation is not None and not spec.scores_pairs:
+        raise UsageError(f"prompt.continuation: has no meaning with task: {spec.task}; remove it")
+    if spec.continuation is not None and spec.mode == "tokens":
+        raise UsageError("prompt.continuation: has no meaning with prompt.mode: tokens; remove it")
+    if spec.turns is not None and spec.task != Task.GENERATE:
+        raise UsageError(f"sampling.turns: has no meaning with task: {spec.task}; remove it")
     if spec.turns is not None and spec.mode != "chat":
         raise UsageError(f"sampling.turns: has no meaning with prompt.mode: {spec.mode}; remove it")
     if spec.turns is not None and spec.user is not None:
@@ -191,11 +216,10 @@ def _check_combination(spec: PromptSpec) -> None:
 def _default_sources(spec: PromptSpec) -> tuple[str, ...]:
     if spec.messages is not None or spec.user is not None or spec.turns is not None:
         return ()
-    return {
-        "chat": ("messages", "prompt"),
-        "completion": ("prompt",),
-        "tokens": ("prompt_token_ids", "prompt"),
-    }[spec.mode]
+    text = {Task.GENERATE: ("prompt",), Task.LOGLIKELIHOOD: ("context", "prompt")}
+    texts = text.get(Task(spec.task), ("prompt", "text"))
+    before = {"chat": ("messages",), "completion": (), "tokens": ("prompt_token_ids",)}[spec.mode]
+    return (*before, *texts)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -159,6 +159,14 @@ class Tokenizer:
         """Some text that can be encoded: a tokenizer of words without an unknown token takes only its own."""
         return "a" if self.backend.token_to_id("a") is not None else next(iter(self.backend.get_vocab()), "a")
 
+    @cached_property
+    def suffix_ids(self) -> tuple[int, ...]:
+        """What the tokenizer itself puts behind plain text: mostly nothing, of some embedding models EOS."""
+        plain = self.backend.encode("a", add_special_tokens=False).ids
+        full = self.backend.encode("a", add_special_tokens=True).ids
+        start = len(self.prefix_ids)
+        return tuple(full[start + len(plain) :]) if full[start : start + len(plain)] == plain else ()
+
     @property
     def chat_template(self) -> str | None:
         """The (default) chat template, or None for a tokenizer without one."""

@@ -86,6 +86,66 @@ def engines_in_this_process(stage: Stage) -> None:
         assert output.error is not None
 
 
+def tasks_in_this_process(stage: Stage) -> None:
+    """Scores, vectors and classes that a model or a row cannot have."""
+    save_tiny_llama(Path("tiny"))
+    small: dict[str, Any] = {"attention": "reference", "max_model_len": 64, "kv_cache_memory": 1 << 20}
+    stage.python(UsageError, lambda: bg.LLM("tiny", task="sing", **small))
+    stage.python(UsageError, lambda: bg.LLM("tiny", task="classify", **small))
+    vectors = bg.LLM("tiny", task="embed", **small)
+    stage.python(UsageError, lambda: vectors.generate(["a"]))
+    stage.python(UsageError, lambda: vectors.embed(["a"], pooling="max"))
+    llm = bg.LLM("tiny", **small)
+    stage.python(UsageError, lambda: llm.classify(["a"]))
+    stage.python(UsageError, lambda: llm.loglikelihood(("a", "b")))  # type: ignore[arg-type]
+    stage.python(UsageError, lambda: llm.loglikelihood([("a", "b")], overflow="truncate_right"))
+    for pair in (("a",), ("a", ""), ("a" * 99, "b"), ("a", "b" * 99)):
+        for overflow in ("error", "truncate_left"):
+            llm.loglikelihood([pair], overflow=overflow)  # type: ignore[list-item]
+    Path("tiny/1_Pooling").mkdir()
+    how, modules = Path("tiny/1_Pooling/config.json"), Path("tiny/modules.json")
+    for pooling in ('{"pooling_mode_cls_token": true}', "{"):
+        how.write_text(pooling)
+        stage.python(UsageError, lambda: llm.embed(["a"]))
+    how.unlink()
+    for kind in ("Pooling", "Dense"):
+        modules.write_text(
+            json.dumps([{"type": f"sentence_transformers.models.{kind}", "path": "1_Pooling"}])
+        )
+        stage.python(UsageError, lambda: llm.embed(["a"]))
+
+
+def headless_tokenizers(stage: Stage) -> None:
+    """A tokenizer that has no token to begin a text with."""
+    save_tiny_llama(Path("tiny"))
+    file = Path("tiny/tokenizer_config.json")
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({k: v for k, v in settings.items() if k != "eos_token"}))
+    llm = bg.LLM("tiny", attention="reference", max_model_len=64, kv_cache_memory=1 << 20)
+    assert not llm.perplexity(["a"])[0].ok
+
+
+def classifiers_that_do_more(stage: Stage) -> None:
+    """Heads that are not a score of the last token."""
+    from torch import nn
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    from batchgen.models.loader import load_model
+    from batchgen.models.parts import ModelParts
+    from batchgen.types import Task
+
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForSequenceClassification(config).save_pretrained("classes")
+    model: Any = load_model(Path("classes"), task=Task.CLASSIFY).model
+    linear = model.score
+    linear.forward = lambda states: nn.functional.linear(states.cumsum(-2), linear.weight)
+    stage.python(UsageError, lambda: ModelParts(model, Task.CLASSIFY))
+    model.score = None
+    stage.python(UsageError, lambda: ModelParts(model, Task.CLASSIFY))
+
+
 def readers_that_break(stage: Stage) -> None:
     """A library of a worker's reading side that panics instead of raising."""
     loop = WorkerLoop.__new__(WorkerLoop)
@@ -120,4 +180,7 @@ ALL = [
     engines_in_this_process,
     readers_that_break,
     models_that_do_not_load,
+    tasks_in_this_process,
+    headless_tokenizers,
+    classifiers_that_do_more,
 ]
