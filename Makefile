@@ -63,7 +63,8 @@ families: $(VENV)/.installed ## parity of every model family with transformers, 
 tasks: $(MODEL) $(HUMANEVAL) ## log-likelihoods of 500 real pairs and embeddings against transformers
 	BATCHGEN_TASK_PAIRS=500 $(BIN)/python -m pytest tests/parity/test_real_tasks.py -s --timeout 7200
 
-invariance: $(MODEL) $(HUMANEVAL) ## bits of the real model under 200 random schedules
+invariance: $(MODEL) $(HUMANEVAL) ## bits under random schedules: 500 of five kinds of tiny models, 200 of the real one
+	BATCHGEN_SCHEDULES=500 $(BIN)/python -m pytest tests/models/test_invariance.py -s --timeout 7200
 	BATCHGEN_SCHEDULES=200 $(BIN)/python -m pytest tests/parity/test_real_invariance.py -s --timeout 7200
 
 properties: $(VENV)/.installed ## state machines of the core, a million steps
