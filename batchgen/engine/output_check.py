@@ -37,7 +37,9 @@ def check_output(
     Raises:
         UsageError: they differ by more than `limit`, or cannot be computed.
     """
-    if max_model_len <= TOKENS or kv_config.num_blocks * kv_config.block_size < 4 * TOKENS:
+    each = sum(group.peak_blocks(TOKENS, kv_config.block_size, CHUNK) for group in kv_config.groups)
+    # Room for one row more than there are, so that none has to wait for another or is preempted.
+    if max_model_len <= TOKENS or kv_config.num_blocks <= 3 * each:
         return
     ids = [(11 + 37 * t + 5 * t * t) % loaded.vocab_size for t in range(TOKENS)]
     try:

@@ -6,7 +6,7 @@ are not 1 …) and weights drawn so that logits have a standard deviation of at 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,8 @@ class Family:
         config: class of the configuration in transformers.
         settings: its arguments.
         windows: of each layer, as the probe must find them.
-        traits: what distinguishes it, from `gqa`, `softcap`, `sinks`, `rope`, `moe`, `mla`.
+        sources: of each layer, whose keys and values it reads instead of its own; empty if none does.
+        traits: what distinguishes it, from `gqa`, `softcap`, `sinks`, `rope`, `moe`, `mla`, `kv_sharing`.
         gain: of the output embedding, where logits would be too small or too large otherwise.
         name: the id of its tests.
     """
@@ -83,6 +84,7 @@ class Family:
     config: str
     settings: dict[str, Any]
     windows: tuple[int | None, ...] = (None, None, None)
+    sources: tuple[int | None, ...] = ()
     traits: frozenset[str] = frozenset({"gqa", "rope"})
     gain: float = 2.0
 
@@ -98,6 +100,15 @@ class Family:
         self.build().save_pretrained(folder)
         save_tokenizer(folder)
         return folder
+
+    def with_window(self, window: int) -> Family:
+        """The same with another window in each layer that has one."""
+        return replace(
+            self,
+            name=f"{self.name}-{window}",
+            settings={**self.settings, "sliding_window": window},
+            windows=tuple(w and window for w in self.windows),
+        )
 
 
 def draw_weights(model: PreTrainedModel, gain: float) -> None:
@@ -133,6 +144,7 @@ def family(
     base: dict[str, Any] = _DECODER,
     *,
     windows: tuple[int | None, ...] = (None, None, None),
+    sources: tuple[int | None, ...] = (),
     traits: str = "gqa rope",
     gain: float = 2.0,
     **settings: Any,
@@ -143,6 +155,7 @@ def family(
         config=config,
         settings={**base, **settings},
         windows=windows,
+        sources=sources,
         traits=frozenset(traits.split()),
         gain=gain,
     )
@@ -150,6 +163,14 @@ def family(
 
 _ALTERNATING = {"sliding_window": WINDOW, "layer_types": [SLIDING, FULL, SLIDING]}
 _WINDOWS = (WINDOW, None, WINDOW)
+_SHARED = {
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,
+    "sliding_window": WINDOW,
+    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+}
+_SHARED_WINDOWS = (WINDOW, None, WINDOW, WINDOW, None)
+_SOURCES = (None, None, None, 2, 1)
 _EXPERTS = {"num_experts_per_tok": 2, "num_experts": 6, "moe_intermediate_size": 32}
 
 FAMILIES: tuple[Family, ...] = (
@@ -183,6 +204,33 @@ FAMILIES: tuple[Family, ...] = (
         head_dim=24,
         query_pre_attn_scalar=20,
         windows=_WINDOWS,
+    ),
+    family(
+        "gemma3n",
+        "Gemma3nTextConfig",
+        **_SHARED,
+        head_dim=16,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        windows=_SHARED_WINDOWS,
+        sources=_SOURCES,
+        traits="gqa rope kv_sharing",
+    ),
+    family(
+        "gemma4",
+        "Gemma4TextConfig",
+        **_SHARED,
+        head_dim=16,
+        global_head_dim=24,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=16,
+        windows=_SHARED_WINDOWS,
+        sources=_SOURCES,
+        traits="gqa rope kv_sharing",
+        gain=1.3,
     ),
     family("phi3", "Phi3Config", sliding_window=WINDOW, windows=(WINDOW,) * 3),
     family("gpt2", "GPT2Config", _EARLY, traits=""),

@@ -33,7 +33,9 @@ def test_equals_transformers(family: Family, tmp_path: Path) -> None:
     oracle = Oracle(family.build())
     for settings in ENGINES if ALL else ENGINES[:1]:
         engine = open_engine(family, tmp_path, **settings)
-        assert tuple(layer.spec.sliding_window for layer in engine.core.runner.layers) == family.windows
+        layers = engine.core.runner.layers
+        assert tuple(layer.spec.sliding_window for layer in layers) == family.windows
+        assert tuple(layer.source for layer in layers) == (family.sources or (None,) * len(layers))
         for schedule in (*SCHEDULES, *MORE_SCHEDULES) if ALL else SCHEDULES:
             outcome = run_schedule(engine, schedule)
             seen = compare(oracle, outcome)
