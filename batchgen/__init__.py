@@ -19,13 +19,25 @@ if TYPE_CHECKING:
     from batchgen.types import Output, Sample, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Job", "JobResult", "Output", "Results", "Sample", "SamplingParams", "map", "open"]
+__all__ = [
+    "LLM",
+    "Job",
+    "JobResult",
+    "Output",
+    "Reasoning",
+    "Results",
+    "Sample",
+    "SamplingParams",
+    "map",
+    "open",
+]
 
 _WHERE = {
     "Job": "batchgen.api.job",
     "JobResult": "batchgen.api.job",
     "LLM": "batchgen.api.llm",
     "Output": "batchgen.types",
+    "Reasoning": "batchgen.types",
     "Results": "batchgen.api.results",
     "Sample": "batchgen.types",
     "SamplingParams": "batchgen.types",

@@ -133,6 +133,18 @@ a token may be computed again, and rows come in any order.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The marks between which a model reasons before it answers, as it writes them."""
+
+    start: str = "<think>"
+    end: str = "</think>"
+
+    def __post_init__(self) -> None:
+        if not self.start or not self.end:
+            raise ValueError("sampling.reasoning: an empty mark is not allowed; use two texts")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is decoded.
@@ -161,6 +173,7 @@ class SamplingParams:
         logits_processors: functions of the caller's, see `LogitsProcessor`; not in a job file.
         prompt_logprobs: score the prompt's own tokens, each with this many of the likeliest beside it; such a
             prompt is computed in full, whatever the prefix cache holds. None for no scores.
+        reasoning: marks of what is split off the text; stop conditions hold for both parts.
 
     Raises:
         ValueError: names the field, the value and what is allowed.
@@ -184,6 +197,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     logits_processors: tuple[LogitsProcessor, ...] = ()
     prompt_logprobs: int | None = None
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, allowed: str) -> None:
@@ -460,13 +474,15 @@ class Sample:
     """One of the answers to a request.
 
     `token_ids` and `text` are cut at the stop condition, both at the same place; neither holds the
-    end-of-sequence or stop token.
+    end-of-sequence or stop token. `reasoning` was split off `text`, if that was asked for and there was any;
+    `token_ids` are those of both.
     """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    reasoning: str | None = None
 
 
 @dataclass(slots=True)
@@ -478,9 +494,9 @@ class Output:
     for any of them, the end-of-sequence and stop tokens included.
     `queue_seconds` passed from the request's arrival to its first step, `prefill_seconds` from there to its
     first token in this process, `decode_seconds` from there to its end;
-    `control_tokens` is how many its own text spelled. `answers` holds the text of each turn of a dialogue, of
-    which `text` is the last. `scores` are those of the tokens that a request asks for; `embedding`
-    (`(hidden,)` float32) and `classification` come of tasks of these names.
+    `control_tokens` is how many its own text spelled. `turns` holds the answer of each turn of a dialogue;
+    `samples` is then of the last, with the tokens of all. `scores` are those of the tokens that a request
+    asks for; `embedding` (`(hidden,)` float32) and `classification` come of tasks of these names.
     """
 
     request_id: int
@@ -494,7 +510,7 @@ class Output:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     control_tokens: int = 0
-    answers: tuple[str, ...] = ()
+    turns: tuple[Sample, ...] = ()
     scores: TokenScores | None = None
     embedding: array[float] | None = None
     classification: Classification | None = None

@@ -258,10 +258,19 @@ class FakeCore:
     def _finished(self, live: _Live) -> Output:
         request = live.request
         full = len(live.ids) == request.sampling.max_tokens
+        text: str = text_of(live.ids)
+        reasoning = None
+        if request.sampling.reasoning is not None:
+            reasoning, _, text = text.partition(" ")
         return Output(
             request.request_id,
             samples=(
-                Sample(live.ids, text_of(live.ids), FinishReason.LENGTH if full else FinishReason.STOP),
+                Sample(
+                    live.ids,
+                    text,
+                    FinishReason.LENGTH if full else FinishReason.STOP,
+                    reasoning=reasoning,
+                ),
             ),
             prompt_tokens=len(request.prompt_token_ids),
             completion_tokens=len(live.ids),

@@ -426,6 +426,7 @@ def _check_output_columns(spec: JobSpec, inputs: InputSet) -> list[str]:
         columns=spec.input.columns,
         renames=spec.output.columns,
         include=spec.output.include,
+        reasoning=spec.sampling.reasoning_column,
     )
     return plan.notes()
 

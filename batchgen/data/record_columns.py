@@ -33,14 +33,18 @@ AFTER = {
     "prompt_token_ids": pa.list_(pa.int32()),
     "output_token_ids": pa.list_(pa.int32()),
     "seed": pa.int64(),
+    "reasoning": pa.string(),
 }
+OF_DIALOGUES = {"generated_text": pa.list_(pa.string()), "reasoning": pa.list_(pa.string())}
+"""Types of columns that hold something for each turn."""
 
 
 def result_arrays(
     plan: OutputPlan, rows: Sequence[Row], results: Sequence[RowResult]
 ) -> list[pa.ChunkedArray | pa.Array]:
     """Columns of a Parquet row group, in the order of `OutputPlan.schema`; at least one row."""
-    ours = {**_OURS, "generated_text": _answers} if plan.dialogues else _OURS
+    of_turns = {"generated_text": _answers, "reasoning": _included_answers}
+    ours = {**_OURS, **of_turns} if plan.dialogues else _OURS
     values = zip(*results, strict=True)
     fields: dict[str, Sequence[Any]] = dict(zip(RowResult._fields, values, strict=True))
     fields["row"], fields["id"] = [row.ordinal for row in rows], [row.id for row in rows]
@@ -65,7 +69,10 @@ def _text(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
 
 def _answers(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
     """Texts of the turns of dialogues."""
-    values: Sequence[Sequence[str] | None] = fields[key]
+    return _lists_of_texts(fields[key])
+
+
+def _lists_of_texts(values: Sequence[Sequence[str | None] | None]) -> pa.Array:
     flat = texts([text for value in values for text in value or ()])
     offsets = np.zeros(len(values) + 1, np.int32)
     np.cumsum([len(value or ()) for value in values], out=offsets[1:])
@@ -103,6 +110,10 @@ def _included_text(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
     return texts(_included(key, fields))
 
 
+def _included_answers(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+    return _lists_of_texts(_included(key, fields))
+
+
 def _token_ids(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
     """One list array over the bytes of all rows; nothing becomes a Python integer."""
     values: list[bytes | None] = _included(key, fields)
@@ -135,4 +146,5 @@ _OURS: dict[str, Callable[[str, dict[str, Sequence[Any]]], pa.Array]] = {
     "prompt_token_ids": _token_ids,
     "output_token_ids": _token_ids,
     "seed": _numbers,
+    "reasoning": _included_text,
 }

@@ -128,6 +128,9 @@ class BatchLine:
 
     def _choice(self, result: RowResult) -> str:
         text = encode(result.generated_text)
+        reasoning = (result.included or {}).get("reasoning")
+        if reasoning is not None:
+            text += f', "reasoning_content": {encode(reasoning)}'
         content = (
             f'"message": {{"role": "assistant", "content": {text}}}' if self._chat else f'"text": {text}'
         )

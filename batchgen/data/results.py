@@ -25,7 +25,7 @@ from batchgen.data.passthrough import (
     declared_kinds,
     passthrough_from_json,
 )
-from batchgen.data.record_columns import AFTER, BEFORE
+from batchgen.data.record_columns import AFTER, BEFORE, OF_DIALOGUES
 from batchgen.data.row_result import INCLUDED, RowResult
 from batchgen.data.source import WINDOW_ROWS, InputSet
 from batchgen.types import UsageError
@@ -33,7 +33,7 @@ from batchgen.types import UsageError
 __all__ = ["DEFAULT_INCLUDE", "INCLUDABLE", "BatchLabels", "OutputPlan", "RowResult", "plan_output"]
 
 
-INCLUDABLE = ("usage", "finish_reason", *INCLUDED)
+INCLUDABLE = ("usage", "finish_reason", *(key for key in INCLUDED if key != "reasoning"))
 DEFAULT_INCLUDE = ("usage", "finish_reason")
 _FORMATS = ("parquet", "jsonl", "openai_batch")
 
@@ -73,7 +73,7 @@ class OutputPlan:
 
     def schema(self) -> pa.Schema:
         """Of a Parquet part: row, id, the user's columns, the rest of ours."""
-        ours = {**AFTER, "generated_text": pa.list_(pa.string())} if self.dialogues else AFTER
+        ours = {**AFTER, **OF_DIALOGUES} if self.dialogues else AFTER
         before = [pa.field(self.names[key], type_) for key, type_ in BEFORE.items() if key in self.names]
         after = [pa.field(self.names[key], type_) for key, type_ in ours.items() if key in self.names]
         passthrough = cast(ColumnPassthrough, self.passthrough)
@@ -122,6 +122,7 @@ def plan_output(
     include: Sequence[str] = DEFAULT_INCLUDE,
     batch: BatchLabels | None = None,
     dialogues: bool = False,
+    reasoning: str | None = None,
 ) -> OutputPlan:
     """Decides the columns of the output; for JSONL input it reads the first 1,000 rows.
 
@@ -133,6 +134,7 @@ def plan_output(
         include: `output.include`, of `INCLUDABLE`; without `finish_reason` there is no `stop_reason` either.
         batch: for openai_batch; None where nothing will be written.
         dialogues: whether rows have several answers (`sampling.turns`).
+        reasoning: the name of the column for what is split off answers (`sampling.reasoning.column`).
 
     Raises:
         UsageError: a column that the input or the format lacks, or an input column named like one of ours.
@@ -141,8 +143,8 @@ def plan_output(
     if format not in _FORMATS:
         raise ValueError(f"{format!r} is not a format; there are {', '.join(_FORMATS)}")
     if format == "openai_batch":
-        return _plan_batch(columns, renames, include, batch)
-    names = _our_names(renames or {}, include)
+        return _plan_batch(columns, renames, include, batch, reasoning)
+    names = _our_names(renames or {}, include, reasoning)
     going = _going_through(inputs, columns, names)
     passthrough = _passthrough(inputs, format, columns, names, going)
     return OutputPlan(format, names, passthrough, dialogues=dialogues)
@@ -153,6 +155,7 @@ def _plan_batch(
     renames: Mapping[str, str] | None,
     include: Sequence[str],
     batch: BatchLabels | None,
+    reasoning: str | None,
 ) -> OutputPlan:
     """A format of its own: no columns of the user's, and none of ours can be left out or renamed."""
     given = {
@@ -167,11 +170,13 @@ def _plan_batch(
                 f"remove {key}, or use the format jsonl"
             )
     names = {key: key for key in (*BEFORE, *AFTER) if key not in INCLUDED}
+    if reasoning is not None:
+        names["reasoning"] = reasoning
     return OutputPlan("openai_batch", names, NoPassthrough(), batch)
 
 
-def _our_names(renames: Mapping[str, str], include: Sequence[str]) -> dict[str, str]:
-    left_out = {key for key in INCLUDABLE if key not in include}
+def _our_names(renames: Mapping[str, str], include: Sequence[str], reasoning: str | None) -> dict[str, str]:
+    left_out = {key for key in (*INCLUDABLE, "reasoning") if key not in include}
     if "finish_reason" in left_out:
         left_out.add("stop_reason")
     names = {key: renames.get(key, key) for key in (*BEFORE, *AFTER) if key not in left_out}
@@ -181,7 +186,12 @@ def _our_names(renames: Mapping[str, str], include: Sequence[str]) -> dict[str, 
             raise UsageError(
                 f"output.columns: {key!r} is not written; add {column} to output.include, or leave it alone"
             )
-    return names
+    if reasoning in names.values():
+        raise UsageError(
+            f"sampling.reasoning.column: {reasoning!r} is the name of another column of the output; "
+            "choose another"
+        )
+    return names if reasoning is None else {**names, "reasoning": reasoning}
 
 
 def _going_through(
@@ -209,6 +219,11 @@ def _omitted(inputs: InputSet, names: Mapping[str, str]) -> list[str]:
 
 def _collision(key: str, name: str, inputs: InputSet) -> str:
     other = f"batchgen_{key}"
+    if key == "reasoning":
+        return (
+            f"input column {name!r} has the name of a column of the output; "
+            f"set sampling.reasoning.column to another, such as {other}"
+        )
     remedy = f"rename ours with output.columns: {{{key}: {other}}}"
     return f"output.columns: input column {name!r} has the name of a column of the output; {remedy}"
 

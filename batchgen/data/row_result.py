@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Self
 
 from batchgen.types import ErrorClass, RowError, Status
 
-INCLUDED = ("prompt", "prompt_token_ids", "output_token_ids", "seed")
-"""What a worker reports of a row only where `output.include` asks for it."""
+INCLUDED = ("prompt", "prompt_token_ids", "output_token_ids", "seed", "reasoning")
+"""What a worker reports of a row only where the job asks for it: `output.include`, `sampling.reasoning`."""
 TOKEN_IDS = frozenset({"prompt_token_ids", "output_token_ids"})
 
 
@@ -85,7 +85,13 @@ class RowResult(NamedTuple):
     def included_size(self) -> int:
         """Characters and bytes of what is included."""
         values = (self.included or {}).values()
-        return sum(len(value) for value in values if isinstance(value, str | bytes))
+        return sum(map(_size, values))
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, list):
+        return sum(map(_size, value))
+    return len(value) if isinstance(value, str | bytes) else 0
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchgen.text.prompt import PreparedRow
-from batchgen.types import Output, Request, RowError, SamplingParams
+from batchgen.types import Output, Request, RowError, Sample, SamplingParams
 
 _SUMS = ("prompt_tokens", "completion_tokens", "truncated_tokens", "cached_tokens", "preemptions")
 _TIMES = ("queue_seconds", "prefill_seconds", "decode_seconds")
@@ -32,7 +32,7 @@ class Dialogue:
         priority: higher runs first.
 
     Attributes:
-        answers: texts of the turns that have ended.
+        answered: the turns that have ended well.
     """
 
     row: int
@@ -41,7 +41,7 @@ class Dialogue:
     turns: int
     pending: list[int]
     priority: int = 0
-    answers: list[str] = field(default_factory=list)
+    answered: list[Sample] = field(default_factory=list)
     _past: list[int] = field(default_factory=list)
     _request: Request | None = None
     _ended: list[Output] = field(default_factory=list)
@@ -49,6 +49,11 @@ class Dialogue:
 
     def __post_init__(self) -> None:
         self._reported = len(self.pending)
+
+    @property
+    def answers(self) -> list[str]:
+        """Texts of the turns that have ended well; what was reasoned is no part of the conversation."""
+        return [sample.text for sample in self.answered]
 
     def begin(self, prompt: PreparedRow) -> Request:
         """The next turn's request, with what is known of its answer."""
@@ -78,8 +83,8 @@ class Dialogue:
             self._request = None
         if output.error is not None:
             return self._whole(_in_turn(output.error, len(self._ended)))
-        self.answers.append(output.text)
-        return self._whole(None) if len(self.answers) == self.turns else None
+        self.answered += output.samples
+        return self._whole(None) if len(self.answered) == self.turns else None
 
     def news(self) -> tuple[int, int, list[int]] | None:
         """Sampled tokens that were not reported before, as `EngineCore.partials` gives them."""
@@ -98,7 +103,7 @@ class Dialogue:
         return replace(
             last,
             error=error,
-            answers=tuple(self.answers),
+            turns=tuple(self.answered),
             samples=tuple(replace(sample, token_ids=tokens) for sample in last.samples),
             # Every rendering sees the texts of all turns before it.
             control_tokens=max(output.control_tokens for output in self._ended),

@@ -39,5 +39,15 @@ class Included:
         if row is not None:
             found = {"prompt": row.text, "prompt_token_ids": pack_ids(row.token_ids)}
         if output.ok:
-            found |= {"output_token_ids": pack_ids(output.token_ids), "seed": seed}
+            found |= {
+                "output_token_ids": pack_ids(output.token_ids),
+                "seed": seed,
+                "reasoning": _reasoning(output),
+            }
         return {key: value for key, value in found.items() if key in self._asked and value is not None}
+
+
+def _reasoning(output: Output) -> str | list[str | None] | None:
+    if output.turns:
+        return [sample.reasoning for sample in output.turns]
+    return output.samples[0].reasoning if output.samples else None

@@ -293,13 +293,17 @@ def _result(output: Output, included: dict[str, Any] | None) -> dict[str, Any]:
     error: RowError | None = output.error
     result = {
         "status": (Status.OK if error is None else error.status).value,
-        "text": None if error is not None else list(output.answers) if output.answers else output.text,
+        "text": None if error is not None else _text(output),
         "finish_reason": output.finish_reason.value if output.finish_reason else None,
         "stop_reason": None if output.stop_reason is None else str(output.stop_reason),
         "error": None if error is None else [error.error_class.value, error.message],
         "usage": [output.prompt_tokens, output.completion_tokens, output.truncated_tokens],
     }
     return result if included is None else {**result, "included": included}
+
+
+def _text(output: Output) -> str | list[str]:
+    return [sample.text for sample in output.turns] if output.turns else output.text
 
 
 def _stats(output: Output) -> dict[str, Any]:

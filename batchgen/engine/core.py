@@ -25,6 +25,7 @@ from batchgen.sampling.history import TokenHistory
 from batchgen.sampling.operations import Operation, operations_of
 from batchgen.sampling.resolve import beyond_vocabulary
 from batchgen.sampling.sampler import SamplingRow, finite_rows, sample
+from batchgen.text.reasoning import ReasoningSplitter
 from batchgen.text.stop import Finish, StopChecker, StopRules
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import (
@@ -49,6 +50,7 @@ class _Decoding:
 
     rules: StopRules
     operations: tuple[Operation, ...]
+    splitter: ReasoningSplitter | None
 
 
 @dataclass(slots=True)
@@ -372,7 +374,9 @@ class EngineCore:
                 self._decodings.clear()
             rules = StopRules(sampling, self.eos_token_ids, self.tokenizer)
             operations = operations_of(sampling, rules.stop_ids, self.tokenizer, self.vocab_size)
-            self._decodings[sampling] = _Decoding(rules, operations)
+            marks = sampling.reasoning
+            splitter = None if marks is None else ReasoningSplitter(marks, self.tokenizer)
+            self._decodings[sampling] = _Decoding(rules, operations, splitter)
         return self._decodings[sampling]
 
     def _sampling_row(self, scheduled: ScheduledRequest) -> SamplingRow:
@@ -412,7 +416,13 @@ class EngineCore:
 
     def _output(self, request: Request, finished: Finish) -> Output:
         output = self._counts(request)
-        output.samples = (Sample(finished.token_ids, finished.text, finished.reason, finished.stop_reason),)
+        sample = Sample(finished.token_ids, finished.text, finished.reason, finished.stop_reason)
+        splitter = self._decoding(request.sampling).splitter
+        if splitter is not None:
+            sample.reasoning, sample.text = splitter.split(
+                request.prompt_token_ids, finished.token_ids, finished.text
+            )
+        output.samples = (sample,)
         return output
 
     def _counts(self, request: Request) -> Output:

@@ -125,9 +125,12 @@ def _batch_row(line: dict[str, Any]) -> PartRow:
         known = _why(error["message"]) if skipped else RowError(ErrorClass(error["code"]), error["message"])
         return PartRow(row, line["custom_id"], RowResult(status.value, error=known))
     choice, usage = response["body"]["choices"][0], response["body"]["usage"]
-    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    message = choice.get("message", choice)
+    text, reasoning = message.get("content", message.get("text")), message.get("reasoning_content")
     counts = usage["prompt_tokens"], usage["completion_tokens"], usage.get("truncated_tokens", 0)
-    result = RowResult("ok", text, choice["finish_reason"], choice["stop_reason"], None, counts)
+    reasons = choice["finish_reason"], choice["stop_reason"]
+    included = None if reasoning is None else {"reasoning": reasoning}
+    result = RowResult("ok", text, *reasons, None, counts, included)
     return PartRow(row, line["custom_id"], result)
 
 

@@ -194,6 +194,7 @@ def setup_from_spec(
             include=spec.output.include,
             batch=batch_labels(spec, fingerprints),
             dialogues=spec.sampling.turns is not None,
+            reasoning=spec.sampling.reasoning_column,
         ),
         suffix=part_suffix(spec.output.format, spec.output.compression),
         compression=spec.output.compression,

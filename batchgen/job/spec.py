@@ -250,6 +250,14 @@ class PromptSection(Section):
     ] = "error"
 
 
+class ReasoningSpec(Section):
+    """What a model writes before its answer, between two marks, gets a column of its own."""
+
+    start: Annotated[Text, Rule("the mark as the model writes it")] = "<think>"
+    end: Annotated[Text, Rule("the mark as the model writes it")] = "</think>"
+    column: Annotated[Text, Rule("a name for the column")] = "reasoning"
+
+
 class SamplingSection(Section):
     """How each row is decoded; null takes the model's own default, else the neutral value."""
 
@@ -281,7 +289,15 @@ class SamplingSection(Section):
     allowed_token_ids: Annotated[TokenIds, Rule("a list of token ids of 0 or more; empty for all")] = ()
     ignore_eos: Annotated[bool, Rule("true or false")] = False
     per_row: Annotated[Text | None, Rule("null or the name of a column")] = None
+    reasoning: Annotated[
+        ReasoningSpec | None, Rule("null or a map of start, end and column, each a text that is not empty")
+    ] = None
     turns: Annotated[Text | None, Rule("null or the name of a column")] = None
+
+    @property
+    def reasoning_column(self) -> str | None:
+        """Of the output; None where nothing is split off."""
+        return None if self.reasoning is None else self.reasoning.column
 
 
 Included = Literal["usage", "finish_reason", "prompt", "prompt_token_ids", "output_token_ids", "seed"]

@@ -21,7 +21,6 @@ MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("sampling", "logprobs"): (None,),
     ("sampling", "prompt_logprobs"): (None,),
     ("sampling", "structured"): (None,),
-    ("sampling", "reasoning"): (None,),
     ("output", "parse"): (False,),
     ("output", "samples"): ("list",),
     ("run", "executor"): ("local",),

@@ -24,6 +24,7 @@ def worker_config(spec: JobSpec, prompt: PromptSpec, commit: str | None = None) 
     engine = spec.engine.model_dump(mode="json", exclude={"device"})
     for key in ("max_num_batched_tokens", "max_num_seqs", "block_size", "kv_cache_memory"):
         engine[key] = None if engine[key] == "auto" else engine[key]
+    asked = {*spec.output.include, *(["reasoning"] if spec.sampling.reasoning is not None else [])}
     return {
         "model": spec.model.path,
         "tokenizer": spec.model.tokenizer,
@@ -34,7 +35,7 @@ def worker_config(spec: JobSpec, prompt: PromptSpec, commit: str | None = None) 
         "order": spec.run.order if spec.input.shuffle is None else "input",
         "dedupe": spec.input.dedupe == "prompt",
         "row_timeout": spec.run.row_timeout,
-        "include": [key for key in INCLUDED if key in spec.output.include],
+        "include": [key for key in INCLUDED if key in asked],
         "engine": {
             "dtype": spec.model.dtype,
             "max_model_len": spec.model.max_model_len,

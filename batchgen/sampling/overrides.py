@@ -16,6 +16,7 @@ from batchgen.types import ErrorClass, RowFailure, SamplingParams, UsageError
 
 # What a job may say of sampling in all its versions, but a row of it may not, or not in this one.
 _ONLY_OF_A_JOB = frozenset({"per_row", "turns", "reasoning"})
+_NOT_SAMPLING = frozenset({"per_row", "turns"})
 _LATER = frozenset({"n", "logprobs", "structured"})
 _LIBRARY_ONLY = "logits_processors"
 _WORDS = {
@@ -45,8 +46,9 @@ class RowSampling:
 
     def __init__(self, section: Mapping[str, Any], defaults: Mapping[str, Any], column: str | None) -> None:
         self._types = get_type_hints(SamplingParams)
-        del self._types[_LIBRARY_ONLY]
-        self._section = {key: value for key, value in section.items() if key not in _ONLY_OF_A_JOB}
+        for key in (_LIBRARY_ONLY, "reasoning"):
+            del self._types[key]
+        self._section = {key: value for key, value in section.items() if key not in _NOT_SAMPLING}
         self._defaults = defaults
         self._column = column
         self.of_job = resolve_sampling(self._section, defaults)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.json_problem import json_problem
-from batchgen.types import SamplingParams, UsageError
+from batchgen.types import Reasoning, SamplingParams, UsageError
 
 NEUTRAL: dict[str, Any] = {
     "temperature": 0.0,
@@ -91,6 +91,8 @@ def resolve_sampling(section: Mapping[str, Any], defaults: Mapping[str, Any]) ->
         values.setdefault(key, defaults.get(key, neutral))
     for key in _TUPLES:
         values[key] = tuple(values.get(key, ()))
+    if (marks := values.get("reasoning")) is not None:
+        values["reasoning"] = Reasoning(marks["start"], marks["end"])
     # Keys of JSON and YAML are strings.
     values["logit_bias"] = {int(token): bias for token, bias in values.get("logit_bias", {}).items()}
     try:

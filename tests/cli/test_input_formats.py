@@ -47,7 +47,8 @@ def sets(*settings: str) -> list[str]:
 def run(job: str, *settings: str) -> list[dict[str, Any]]:
     line = ["run", job, "--progress", "none", *sets(*settings)]
     assert main(line, launch=launcher()) == 0
-    parts = sorted(Path("out/data").iterdir())
+    out = next((s.partition("=")[2] for s in settings if s.startswith("output.path=")), "out")
+    parts = sorted(Path(out, "data").iterdir())
     return [json.loads(line) for part in parts for line in part.read_text().splitlines()]
 
 
@@ -89,6 +90,18 @@ def test_an_openai_batch_is_answered_as_one(write_job: Write, capsys: Captured) 
     answered = [row["response"]["body"]["usage"]["completion_tokens"] for row in rows[:2]]
     assert answered[1] <= 2
     assert ["invalid_param" in json.dumps(row) for row in rows] == [False, False, True, True]
+
+
+def test_reasoning_is_split_off_into_a_column(write_job: Write, capsys: Captured) -> None:
+    job = write_job("sampling: {max_tokens: 6, reasoning: {column: thoughts}}\n")
+    assert main(["show", job, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["sampling"]["reasoning"]
+    assert shown == {"start": "<think>", "end": "</think>"}
+    plain = run(job, *OUTPUT, "sampling.reasoning=null")
+    rows = run(job, *OUTPUT, "output.path=split")
+    whole = [row["generated_text"] for row in plain]
+    assert [" ".join(filter(None, (row["thoughts"], row["generated_text"]))) for row in rows] == whole
+    assert all(row["thoughts"] for row in rows)
 
 
 def cut(name: str, size: int) -> bytes:

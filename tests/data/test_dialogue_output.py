@@ -42,6 +42,35 @@ def test_answers_are_a_list(tmp_path: Path, format: str) -> None:
     ]
 
 
+THOUGHT = [
+    RESULTS[0]._replace(included={"reasoning": ["a", None, "\u00fc"]}),
+    RESULTS[1],
+    RESULTS[3]._replace(included={"reasoning": [""]}),
+]
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl", "openai_batch"])
+@pytest.mark.parametrize("dialogues", [False, True], ids=["single", "dialogues"])
+def test_reasoning_has_a_column_of_its_own(tmp_path: Path, format: str, dialogues: bool) -> None:
+    if dialogues and format == "openai_batch":
+        pytest.skip("a line of this format holds one answer")
+    results = THOUGHT
+    if not dialogues:
+        single = RowResult("ok", "x", "stop", None, None, (3, 2, 0))
+        results = [single, RESULTS[1], single._replace(included={"reasoning": "why"})]
+    inputs = jsonl(tmp_path, *['{"id": "a"}'] * 3)
+    labels = BatchLabels("0" * 16, "m", chat=True) if format == "openai_batch" else None
+    plan = plan_output(inputs, format=format, dialogues=dialogues, reasoning="thoughts", batch=labels)
+    path = tmp_path / f"part-000000{part_suffix(format, 'none')}"
+    write_part(path, zip(inputs.rows(), results, strict=True), plan, compression="none")
+    assert [row.result.included for row in read_part(path, plan.to_json())] == [r.included for r in results]
+    if format == "parquet":
+        kept = [r.included and r.included["reasoning"] for r in results]
+        assert pq.read_table(path)["thoughts"].to_pylist() == kept
+    if format == "openai_batch":
+        assert path.read_text().splitlines()[2].count('"content": "x", "reasoning_content": "why"') == 1
+
+
 def test_a_plan_of_an_older_version_has_one_answer(tmp_path: Path) -> None:
     inputs = jsonl(tmp_path, '{"id": "a"}')
     data = plan_output(inputs).to_json()

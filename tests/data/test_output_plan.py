@@ -94,6 +94,16 @@ def test_renaming(tmp_path: Path) -> None:
             {"columns": ["txt"]},
             r"no column 'txt' in its first 1,000 rows; did you mean 'text'",
         ),
+        (
+            '{"reasoning": 1}',
+            {"reasoning": "reasoning"},
+            r"input column 'reasoning' .* sampling.reasoning.column to another, such as batchgen_reasoning",
+        ),
+        (
+            "{}",
+            {"reasoning": "id"},
+            r"sampling.reasoning.column: 'id' is the name of another column of the output; choose another",
+        ),
         ('{"text": 1}', {"columns": ["zzz"]}, r"no column 'zzz' .*; there are text"),
     ],
 )

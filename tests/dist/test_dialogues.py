@@ -136,6 +136,36 @@ def by_hand(model: Path, turns: list[str]) -> list[str]:
     return answers
 
 
+def test_reasoning_is_no_part_of_the_conversation(start: Any, model: Path) -> None:
+    """Every prompt ends within an open mark; a character of the first answer stands for the one that ends it."""
+    hf = Tokenizer.load(str(model)).hf
+    opened = hf.chat_template + "{% if add_generation_prompt %}<think>{% endif %}"
+    chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello there"}]
+    first = oracle_turn(model, hf, opened, chat)
+    mark = next(c for c in first[1:] if c.isascii() and c.isprintable() and c != " ")
+    talk = start(
+        {"reasoning": {"start": "<think>", "end": mark}}, {"include": ["reasoning"]}, chat_template=opened
+    )
+    talk.send({0: ["Hello there", "And then?"]})
+    result = talk.until(1)[0]
+    talk.end()
+    chat, expected = chat[:1], []
+    for turn in ("Hello there", "And then?"):
+        chat.append({"role": "user", "content": turn})
+        reasoning, _, answer = oracle_turn(model, hf, opened, chat).partition(mark)
+        expected.append((reasoning.strip(), answer.lstrip()))
+        chat.append({"role": "assistant", "content": answer.lstrip()})
+    assert list(zip(result["included"]["reasoning"], result["text"], strict=True)) == expected
+
+
+def oracle_turn(model: Path, hf: Any, template: str, chat: list[dict[str, str]]) -> str:
+    ids = hf.apply_chat_template(
+        chat, chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    text: str = hf.decode(oracle(model, [ids], MAX_TOKENS)[0], skip_special_tokens=True)
+    return text
+
+
 def test_the_same_as_by_hand(start: Any, model: Path) -> None:
     talk = start()
     talk.send(TURNS)

@@ -129,6 +129,8 @@ OF_THE_JOB_FILE = [
     validate("output.columns={prompt: x}"),
     validate("output.columns={generated_text: prompt}"),
     validate("output.columns={generated_text: status}"),
+    validate("sampling.reasoning={column: status}"),
+    validate("sampling.reasoning={column: prompt}"),
     validate("output.columns={generated_text: prompt}", "input.columns=[prompt]"),
     validate("output.format=openai_batch", "output.columns={status: s}"),
     validate("prompt.mode=completion", "sampling.turns=prompt"),
