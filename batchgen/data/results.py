@@ -220,10 +220,7 @@ def _omitted(inputs: InputSet, names: Mapping[str, str]) -> list[str]:
 def _collision(key: str, name: str, inputs: InputSet) -> str:
     other = f"batchgen_{key}"
     if key == "reasoning":
-        return (
-            f"input column {name!r} has the name of a column of the output; "
-            f"set sampling.reasoning.column to another, such as {other}"
-        )
+        return f"sampling.reasoning.column: {name!r} is a column of the input; use another, such as {other}"
     remedy = f"rename ours with output.columns: {{{key}: {other}}}"
     return f"output.columns: input column {name!r} has the name of a column of the output; {remedy}"
 

@@ -97,7 +97,7 @@ def test_renaming(tmp_path: Path) -> None:
         (
             '{"reasoning": 1}',
             {"reasoning": "reasoning"},
-            r"input column 'reasoning' .* sampling.reasoning.column to another, such as batchgen_reasoning",
+            r"sampling.reasoning.column: 'reasoning' is a column of the input; use .* batchgen_reasoning",
         ),
         (
             "{}",

@@ -137,7 +137,7 @@ def by_hand(model: Path, turns: list[str]) -> list[str]:
 
 
 def test_reasoning_is_no_part_of_the_conversation(start: Any, model: Path) -> None:
-    """Every prompt ends within an open mark; a character of the first answer stands for the one that ends it."""
+    """Every prompt ends within an open mark, and a character of the first answer is the one that ends it."""
     hf = Tokenizer.load(str(model)).hf
     opened = hf.chat_template + "{% if add_generation_prompt %}<think>{% endif %}"
     chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello there"}]

@@ -129,8 +129,6 @@ OF_THE_JOB_FILE = [
     validate("output.columns={prompt: x}"),
     validate("output.columns={generated_text: prompt}"),
     validate("output.columns={generated_text: status}"),
-    validate("sampling.reasoning={column: status}"),
-    validate("sampling.reasoning={column: prompt}"),
     validate("output.columns={generated_text: prompt}", "input.columns=[prompt]"),
     validate("output.format=openai_batch", "output.columns={status: s}"),
     validate("prompt.mode=completion", "sampling.turns=prompt"),
@@ -146,6 +144,8 @@ OF_THE_JOB_FILE = [
     validate("input.where=prompt ="),
     validate("input.where=" + "x" * 100_000),
     validate("input.where=gone == 1"),
+    validate("sampling.reasoning={column: status}"),
+    validate("sampling.reasoning={column: prompt}"),
     validate("output.columns={status: x}", prompts_jsonl='{"prompt": "a", "x": 1}\n'),
 ]
 OF_THE_INPUT = [
