@@ -207,7 +207,7 @@ def _going_through(
     going = tuple(name for name in chosen if name not in omitted)
     for key, name in names.items():
         if name in going:
-            raise UsageError(_collision(key, name, inputs))
+            raise _collision(key, name)
     return going
 
 
@@ -217,12 +217,16 @@ def _omitted(inputs: InputSet, names: Mapping[str, str]) -> list[str]:
     return [name] if name == names["id"] else []
 
 
-def _collision(key: str, name: str, inputs: InputSet) -> str:
+def _collision(key: str, name: str) -> UsageError:
     other = f"batchgen_{key}"
     if key == "reasoning":
-        return f"sampling.reasoning.column: {name!r} is a column of the input; use another, such as {other}"
-    remedy = f"rename ours with output.columns: {{{key}: {other}}}"
-    return f"output.columns: input column {name!r} has the name of a column of the output; {remedy}"
+        return UsageError(
+            f"sampling.reasoning.column: {name!r} is a column of the input; use another, such as {other}"
+        )
+    return UsageError(
+        f"output.columns: input column {name!r} has the name of a column of the output; "
+        f"rename ours with output.columns: {{{key}: {other}}}"
+    )
 
 
 def _passthrough(
