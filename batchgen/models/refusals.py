@@ -47,9 +47,9 @@ def refuse_config(config: PretrainedConfig, task: Task = Task.GENERATE) -> None:
     Raises:
         UsageError: names the reason and what to do instead.
     """
-    text: Any = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise refusal(f"{config.model_type} is an encoder-decoder (cross attention)")
+    text: Any = config.get_text_config()
     if getattr(text, "cross_attention_layers", None) or getattr(text, "add_cross_attention", False):
         raise refusal(f"{config.model_type} has layers with cross attention")
     classes, what = _CLASSES.get(task, (MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model"))

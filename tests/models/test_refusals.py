@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from families import FAMILIES, Family
 from tiny_models import save_tokenizer
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 
 from batchgen.engine.build import build_engine
 from batchgen.engine.config import EngineConfig
@@ -52,6 +52,7 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("bart", CROSS, {}),
     ("whisper", CROSS, {}),
     ("mllama", "has layers with cross attention", {}),
+    ("musicgen", CROSS, {}),
     ("distilbert", "transformers has no causal language model of type distilbert", {}),
     ("vit", "transformers has no causal language model of type vit", {}),
 )
@@ -72,6 +73,12 @@ def test_refused_by_configuration(kind: str, reason: str, settings: dict[str, An
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_families_pass(family: Family) -> None:
     refuse_config(CONFIG_MAPPING[family.build().config.model_type](**family.settings))
+
+
+def test_refused_for_a_generate_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "generate", lambda self: None)
+    with pytest.raises(UsageError, match="LlamaForCausalLM does not generate a token at a time"):
+        refuse_config(LlamaConfig())
 
 
 def test_no_weights_are_asked_for(tmp_path: Path) -> None:
