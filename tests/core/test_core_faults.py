@@ -7,9 +7,11 @@ from core_sim import KINDS, random_run
 
 from batchgen.core import block_hash as block_hash_module
 from batchgen.core import scheduler as scheduler_module
+from batchgen.core.block_hash import block_key
 from batchgen.core.block_pool import BlockPool
 from batchgen.core.coordinator import KVCacheCoordinator
 from batchgen.core.kv_cache_manager import KVCacheManager, PrefixHit
+from batchgen.core.kv_spec import KVCacheGroup
 from batchgen.core.prefix_index import PrefixIndex
 from batchgen.core.scheduler import Scheduler
 from batchgen.core.single_type import SingleTypeKVCacheManager, SlidingWindowManager
@@ -194,18 +196,52 @@ def finish_leaks(patch):
     patch.setattr(KVCacheManager, "free", free)
 
 
-def window_frees_too_much(patch):
+def window_frees_a_token_too_early(patch):
     original = SlidingWindowManager.num_skipped_blocks
-    patch.setattr(SlidingWindowManager, "num_skipped_blocks", lambda self, n: original(self, n + 2))
+    patch.setattr(SlidingWindowManager, "num_skipped_blocks", lambda self, n: original(self, n + 1))
 
 
 def window_frees_nothing(patch):
     patch.setattr(SlidingWindowManager, "free_skipped", lambda self, *args: None)
 
 
+def window_needs_a_block_less(patch):
+    original = KVCacheGroup.peak_blocks
+    patch.setattr(
+        KVCacheGroup,
+        "peak_blocks",
+        lambda self, *args: max(1, original(self, *args) - (self.sliding_window is not None)),
+    )
+
+
+def window_hits_a_block_short(patch):
+    original = SlidingWindowManager._blocks_below
+    patch.setattr(SlidingWindowManager, "_blocks_below", lambda self, n: max(0, original(self, n) - 1))
+
+
+def groups_share_names(patch):
+    patch.setattr(SingleTypeKVCacheManager, "_key", lambda self, hashes, i: block_key(hashes[i], 0))
+
+
+def groups_do_not_agree_on_a_hit(patch):
+    def find_longest_hit(self, hashes, max_blocks):
+        hits = [manager.find_longest_hit(hashes, max_blocks) for manager in self.managers]
+        shortest = min(map(len, hits))
+        return tuple(hit[:shortest] for hit in hits)
+
+    patch.setattr(KVCacheCoordinator, "find_longest_hit", find_longest_hit)
+
+
 FAULTS = [value for name, value in list(globals().items()) if getattr(value, "__module__", "") == __name__]
 FORKING = [*KINDS, *["fork"] * 8, *["fail"] * 4]
-SLIDING = (window_frees_too_much, window_frees_nothing)
+HYBRID = (
+    window_frees_a_token_too_early,
+    window_frees_nothing,
+    window_needs_a_block_less,
+    window_hits_a_block_short,
+    groups_share_names,
+    groups_do_not_agree_on_a_hit,
+)
 NOTICED = (AssertionError, EngineError, ValueError, IndexError, KeyError)
 
 
@@ -219,9 +255,9 @@ def run_all(windows):
 def test_fault_is_noticed(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(NOTICED):
-        run_all((None, 3) if fault in SLIDING else (None,))
+        run_all((None, 3) if fault in HYBRID else (None,))
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 3)])
+@pytest.mark.parametrize("windows", [(None,), (None, 3), (2, 9, None)])
 def test_without_a_fault_nothing_is_noticed(windows):
     run_all(windows)

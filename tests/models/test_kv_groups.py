@@ -14,6 +14,7 @@ from families import FAMILIES, FULL, SLIDING, WINDOW, Family
 from parity import (
     MORE_SCHEDULES,
     SCHEDULES,
+    TOLERANCE,
     Oracle,
     Schedule,
     compare,
@@ -130,6 +131,39 @@ def test_a_hybrid_holds_all_blocks_only_where_a_layer_sees_all(sparse: Engine) -
     _, held = held_blocks(driven, make_prompts()[4], 32)
     assert held[-1][0] == 10
     assert all(blocks <= 3 for step in held[5:] for blocks in step[1:])
+
+
+def test_forks_copy_their_partial_block_in_every_group(sparse: Engine) -> None:
+    """A row and its fork, which differ from the token after the prompt on, against transformers."""
+    driven = reschedule(sparse, 400, max_num_batched_tokens=48, max_num_seqs=4)
+    scheduler, runner = driven.core.scheduler, driven.core.runner
+    oracle, prompt = Oracle(SPARSE.build()), make_prompts()[2][:37]
+    scheduler.add(Request(0, list(prompt), SamplingParams(max_tokens=40)))
+    seen: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    num_copies = 0
+
+    def step() -> None:
+        nonlocal num_copies
+        planned = scheduler.schedule()
+        num_copies += len(planned.copies)
+        logits = runner.execute(planned)
+        rows = [s.request.request_id for s in planned.scheduled if s.samples]
+        scheduler.update(planned, {row: int(x.argmax()) for row, x in zip(rows, logits, strict=True)})
+        for row, x in zip(rows, logits, strict=True):
+            seen[row].append(x.clone())
+
+    step()
+    first = scheduler.requests[0].output_token_ids[0]
+    child = Request(1, list(prompt), SamplingParams(max_tokens=40), [(first + 1) % 256])
+    scheduler.fork(0, child)
+    for _ in range(30):
+        step()
+    assert num_copies == 6
+    for row, start in ((0, 37), (1, 38)):
+        tokens = scheduler.requests[row].tokens(0, scheduler.requests[row].num_tokens)
+        truth = oracle.logits(tokens)[start - 1 : -1]
+        assert (torch.stack(seen[row]) - truth).abs().max() <= TOLERANCE
+        scheduler.finish(row)
 
 
 @pytest.mark.parametrize("attention", ["cpu", "reference"])
