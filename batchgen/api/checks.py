@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.grammar import agreeing, counted
 from batchgen.types import BatchgenError, InputError, StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -351,8 +352,8 @@ def _try_rows(spec: JobSpec, renderer: PromptRenderer, inputs: InputSet, report:
     if failed:
         row, error = failed[0]
         report.notes.append(
-            f"{len(failed)} of the first {tried} rows cannot run and each becomes a row with status "
-            f"{error.status}; {_where(row)}: {error.error_class}: {error.message}"
+            f"{len(failed)} of the first {counted(tried, 'row')} cannot run and each becomes a row with "
+            f"status {error.status}; {_where(row)}: {error.error_class}: {error.message}"
         )
 
 
@@ -503,24 +504,24 @@ def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> N
     if scan.bad and (setting := _stopping_setting(spec)) is not None:
         report.faults.append(
             InputError(
-                f"input.path: {scan.bad} of the first {scan.read:,} rows cannot be read and {setting} is "
-                f"set; {scan.first_bad}; correct the row, or let bad rows be recorded (input.on_bad_row: "
-                "record, run.fail_fast: false)"
+                f"input.path: {scan.bad} of the first {counted(scan.read, 'row')} cannot be read and "
+                f"{setting} is set; {scan.first_bad}; correct the row, or let bad rows be recorded "
+                "(input.on_bad_row: record, run.fail_fast: false)"
             )
         )
     elif scan.bad:
         report.notes.append(
-            f"{scan.bad} of the first {scan.read:,} rows cannot be read and each becomes an error row; "
-            f"{scan.first_bad}"
+            f"{scan.bad} of the first {counted(scan.read, 'row')} cannot be read and each becomes an "
+            f"error row; {scan.first_bad}"
         )
     if scan.unanswered:
         _judge_unanswered(scan)
         report.notes.append(
-            f"input.where has no answer for {scan.unanswered} of the first {scan.read:,} rows, which become "
-            f"error rows; {scan.first_unanswered}"
+            f"input.where has no answer for {scan.unanswered} of the first {counted(scan.read, 'row')}, "
+            f"which become error rows; {scan.first_unanswered}"
         )
     elif scan.read > selection.first and not scan.selected:
-        report.notes.append(f"none of the first {scan.read:,} rows is selected by input.where")
+        report.notes.append(f"none of the first {counted(scan.read, 'row')} is selected by input.where")
     if with_ids and scan.read == most:
         report.notes.append(
             f"only the first {most:,} rows were checked for ids that occur twice; `run` looks at all"
@@ -528,7 +529,8 @@ def _check_rows(spec: JobSpec, inputs: InputSet, report: Report, most: int) -> N
     if scan.twice and spec.input.duplicate_ids != "error":
         fate = "is skipped" if spec.input.duplicate_ids == "keep_first" else "gets a number behind its id"
         report.notes.append(
-            f"{len(scan.twice)} of the first {scan.read:,} rows have the id of an earlier row, and each "
+            f"{len(scan.twice)} of the first {counted(scan.read, 'row')} "
+            f"{agreeing(len(scan.twice), 'has', 'have')} the id of an earlier row, and each "
             f"{fate}; {scan.twice[0]}"
         )
     elif scan.twice:
@@ -562,7 +564,7 @@ def _judge_unanswered(scan: _Scan) -> None:
     """An expression that says nothing of any row is wrong; of a few rows, the rows are."""
     if scan.unanswered + scan.bad == scan.selected == scan.read:
         raise UsageError(
-            f"{scan.first_unanswered}; it has no answer for any of the first {scan.read:,} rows; correct it"
+            f"{scan.first_unanswered}; it has no answer for any row that was looked at; correct it"
         )
 
 

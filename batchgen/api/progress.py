@@ -18,10 +18,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TextIO
 
+from batchgen.grammar import counted
 from batchgen.job.progress import Progress
 from batchgen.text.terminal import safe
 
 PLAIN_SECONDS = 30.0
+_SHARES = frozenset({"cached_share", "done_share", "pool_waste"})
 JSON_SECONDS = 1.0
 RATE_SECONDS = 30.0
 NO_WIDTH_COLUMNS = 120
@@ -187,7 +189,7 @@ class Tally:
             return []
         share = last.cached_tokens / last.prompt_tokens if last.prompt_tokens else 0.0
         return [
-            f"{rows:,} rows in {clock(seconds)} after {clock(last.seconds - seconds)} of loading: "
+            f"{counted(rows, 'row')} in {clock(seconds)} after {clock(last.seconds - seconds)} of loading: "
             f"{rows / seconds:.2f} rows/s, "
             f"{last.prompt_tokens / seconds:,.0f} tokens/s in, {last.output_tokens / seconds:,.0f} out; "
             f"{share:.0%} of prompt tokens came from the prefix cache"
@@ -257,7 +259,15 @@ class _Json(_Lines):
         self._write(json.dumps({"note": text}))
 
     def _show(self, snapshot: Progress, rates: Rates) -> None:
-        self._write(json.dumps({**asdict(snapshot), **asdict(rates)}, allow_nan=False))
+        values = {**asdict(snapshot), **asdict(rates)}
+        self._write(json.dumps({key: _rounded(key, value) for key, value in values.items()}, allow_nan=False))
+
+
+def _rounded(key: str, value: Any) -> Any:
+    """Shares to a hundredth of a percent, speeds and seconds to a tenth: more would be noise."""
+    if not isinstance(value, float):
+        return value
+    return round(value, 4 if key in _SHARES else 1)
 
 
 def _columns(stream: TextIO) -> int:

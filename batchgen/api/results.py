@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.grammar import counted
 from batchgen.job.folder import JobFolder
 from batchgen.job.manifest import require_manifest
 from batchgen.job.part_reader import open_lines
@@ -121,7 +122,7 @@ class Results:
     def __repr__(self) -> str:
         counts = self.counts
         return (
-            f"{type(self).__name__}({str(self.folder)!r}: {counts.rows:,} rows, {counts.ok:,} ok, "
+            f"{type(self).__name__}({str(self.folder)!r}: {counted(counts.rows, 'row')}, {counts.ok:,} ok, "
             f"{counts.error:,} error, {counts.skipped:,} skipped)"
         )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchgen.cli.options import AS_JSON, JOB, SET, human_size, print_json
+from batchgen.grammar import agreeing, counted
 
 if TYPE_CHECKING:
     from batchgen.api.checks import Prepared, Report
@@ -81,7 +82,8 @@ def _judge(spec: JobSpec, plan: Mapping[str, Any], report: Report) -> None:
         example = ids["examples"][0]
         report.faults.append(
             UsageError(
-                f"input.id: ids must be distinct, but {ids['rows']:,} rows have the id of an earlier one, "
+                f"input.id: ids must be distinct, but {counted(ids['rows'], 'row')} "
+                f"{agreeing(ids['rows'], 'has', 'have')} the id of an earlier one, "
                 f"as row {example['row']:,} has that of row {example['equals_row']:,}; remove them, name "
                 "another column in input.id, or set input.duplicate_ids: suffix or keep_first"
             )
@@ -292,14 +294,15 @@ def _finding_lines(plan: Mapping[str, Any]) -> Iterator[str]:
         yield "context   its length is not known without the weights"
     else:
         yield (
-            f"context   {long['max_model_len']:,} tokens; {long['found']:,} of {long['among_rows']:,} "
+            f"context   {counted(long['max_model_len'], 'token')}; {long['found']:,} of "
+            f"{long['among_rows']:,} "
             "prompts are too long" + (f" and {long['they']}" if long["found"] else "")
         )
     for example in long["examples"]:
-        yield f"          row {example['row']:,} has {example['tokens']:,} tokens"
+        yield f"          row {example['row']:,} has {counted(example['tokens'], 'token')}"
     for error in plan["errors"]:
         yield (
-            f"error     {error['class']}: {error['found']:,} of {error['among_rows']:,} rows, "
+            f"error     {error['class']}: {error['found']:,} of {counted(error['among_rows'], 'row')}, "
             f"about {_number(error['estimated'])} in all"
         )
         for example in error["examples"]:
@@ -308,14 +311,19 @@ def _finding_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     for key, name in (("ids", "the id"), ("prompts", "the prompt")):
         found = plan["duplicates"][key]
         pairs = ", ".join(f"row {e['row']:,} as row {e['equals_row']:,}" for e in found["examples"])
-        yield f"twice     {found['rows']:,} of {among:,} rows have {name} of an earlier one" + (
-            f": {pairs}" if pairs else ""
+        yield (
+            f"twice     {found['rows']:,} of {counted(among, 'row')} "
+            f"{agreeing(found['rows'], 'has', 'have')} {name} of an earlier one"
+            + (f": {pairs}" if pairs else "")
         )
     control = plan["control_tokens"]
     if control["tokens"]:
-        yield f"control   {control['tokens']:,} control tokens in the text of {control['rows']:,} rows"
+        yield (
+            f"control   {counted(control['tokens'], 'control token')} in the text of "
+            f"{counted(control['rows'], 'row')}"
+        )
     for note, count in plan["input_notes"].items():
-        yield f"input     {note}: {count:,} rows"
+        yield f"input     {note}: {counted(count, 'row')}"
 
 
 def _resume_lines(plan: Mapping[str, Any]) -> Iterator[str]:
@@ -324,7 +332,7 @@ def _resume_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     resume, left = plan["resume"], _number(plan["rows"]["left"])
     sentence = {
         "start": "would start the job: the output folder holds none",
-        "continue": f"would continue: {resume['rows_done']:,} rows are done, {left} left",
+        "continue": f"would continue: {counted(resume['rows_done'], 'row')} done, {left} left",
         "do nothing": "would do nothing: every row is done",
         "wait": "would wait for the run that owns the folder, and refuse if it lives",
         "refuse": "would refuse: the folder belongs to a job that differs from this one",

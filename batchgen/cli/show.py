@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchgen.cli.options import AS_JSON, JOB, SET, print_json
+from batchgen.grammar import agreeing, counted
 
 if TYPE_CHECKING:
     from batchgen.data.row import Row
@@ -81,8 +82,11 @@ def _find_row(inputs: InputSet, number: int, row_id: str | None) -> Row:
     if row is not None:
         return row
     if row_id is not None:
-        raise UsageError(f"--id {row_id}: none of the {count:,} rows has this id; check it")
-    raise UsageError(f"--row {number}: the input has {count:,} rows; count them from 0")
+        raise UsageError(
+            f"--id {row_id}: {counted(count, 'row')} {agreeing(count, 'was', 'were')} searched and none "
+            "has this id; check it"
+        )
+    raise UsageError(f"--row {number}: the input has {counted(count, 'row')}; count them from 0")
 
 
 def _search(inputs: InputSet, number: int, row_id: str | None) -> tuple[Row | None, int]:
@@ -145,15 +149,18 @@ def _print(shown: dict[str, Any]) -> None:
         lines.append(f"{shown['status']} {shown['error']['class']}: {shown['error']['message']}")
     if shown["prompt"] is not None:
         prompt = "prompt" if shown["turns"] is None else f"prompt of turn 1 of {shown['turns']}"
-        lines += ["", prompt, shown["prompt"], "", f"{len(shown['tokens'])} tokens (* special)"]
+        lines += ["", prompt, shown["prompt"], "", f"{counted(len(shown['tokens']), 'token')} (* special)"]
         lines += [
             f"{position:7} {token['id']:8} {'*' if token['special'] else ' '} {token['token']}"
             for position, token in enumerate(shown["tokens"])
         ]
         if shown["control_tokens"]:
-            lines.append(f"the row's own text spells {shown['control_tokens']} control tokens")
+            lines.append(f"the row's own text spells {counted(shown['control_tokens'], 'control token')}")
         if shown["truncated_tokens"]:
-            lines.append(f"{shown['truncated_tokens']} tokens were cut to make the prompt fit")
+            lines.append(
+                f"{counted(shown['truncated_tokens'], 'token')} "
+                f"{agreeing(shown['truncated_tokens'], 'was', 'were')} cut to make the prompt fit"
+            )
     lines += ["", "sampling (* of this row)" if shown["overridden"] else "sampling"]
     for key, value in shown["sampling"].items():
         lines.append(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 import click
 
 from batchgen.cli.options import AS_JSON, FOLDER, human_size, needs_local, print_json
+from batchgen.grammar import counted
 
 if TYPE_CHECKING:
     from batchgen.job.status import JobStatus
@@ -149,7 +150,8 @@ def _lines(status: JobStatus) -> list[str]:
         if worker.attempt == last:
             end = worker.end or ("running" if status.state == "running" else "end not seen")
             lines.append(
-                f"worker    {worker.number}, process {worker.pid}: {end}, {worker.sampled:,} tokens sampled"
+                f"worker    {worker.number}, process {worker.pid}: {end}, "
+                f"{counted(worker.sampled, 'token')} sampled"
             )
     if status.last_error is not None:
         lines.append(f"error     {status.last_error}")
@@ -175,8 +177,8 @@ def _speed(status: JobStatus) -> list[str]:
     return [
         f"rate      {status.rows_per_second:,.2f} rows/s, {status.prompt_tokens_per_second:,.0f} tok/s in, "
         f"{status.output_tokens_per_second:,.0f} out{hits}, ETA {clock(status.eta_seconds)}",
-        f"engine    {progress.get('state', 'starting')}: {progress.get('running', 0):,} rows running, "
-        f"{progress.get('waiting', 0):,} waiting, {progress.get('preemptions', 0):,} preemptions",
+        f"engine    {progress.get('state', 'starting')}: {counted(progress.get('running', 0), 'row')} "
+        f"running, {progress.get('waiting', 0):,} waiting, {progress.get('preemptions', 0):,} preemptions",
     ]
 
 

@@ -75,7 +75,7 @@ class _Source:
         data = self.raw.read_at(self.offset, max(0, min(self.raw.block_bytes, self.size - self.offset)))
         if not data and self.offset < self.size:
             raise InputError(
-                f"{self.path}: ends at byte {self.offset} but had {self.size} bytes when the job started; "
+                f"{self.path}: ends at byte {self.offset} but had {self.size:,} bytes when the job started; "
                 "restore it, and do not change input files while a job runs"
             )
         self.offset += len(data)

@@ -215,7 +215,7 @@ def _header(lines: LineReader, file: InputFile) -> Header:
         data = line.data
         if data is None:
             raise UsageError(
-                f"input.path: {file.path} has a first line of {line.length} bytes, no CSV header; "
+                f"input.path: {file.path} has a first line of {line.length:,} bytes, no CSV header; "
                 "give a CSV file, or say what it is in input.format"
             )
         if number == 1 and data.startswith(BOM):

@@ -267,7 +267,7 @@ def _bounded_int(text: str) -> int:
 
 
 def _out_of_range(text: str) -> RowFailure:
-    shown = text if len(text) <= 40 else f"{text[:20]}... of {len(text)} characters"
+    shown = text if len(text) <= 40 else f"{text[:20]}... of {len(text):,} characters"
     return RowFailure(
         ErrorClass.NUMBER_OUT_OF_RANGE,
         f"the number {shown} is too large (a double, or an integer of up to {MAX_INT_DIGITS} digits); "

@@ -121,7 +121,7 @@ def _file_changes(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> 
     changed = [key for key in keys if old.get(key) != new.get(key)]
     words = {
         "compression": f"compression was {old['compression']}, is {new['compression']}",
-        "size": f"size was {old['size']} bytes, is {new['size']}",
+        "size": f"size was {old['size']:,} bytes, is {new['size']}",
         "footer": "the Parquet footer (schema or row groups) differs",
         "mtime_ns": "was modified since (its time stamp differs)",
         "version": f"version (etag or time stamp) was {old.get('version')}, is {new.get('version')}",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from batchgen.data.urls import protocol, shown_text, shown_url
+from batchgen.grammar import counted
 from batchgen.types import BatchgenError, InputError, UsageError
 
 T = TypeVar("T")
@@ -231,8 +232,9 @@ def with_retries(call: Callable[[], T], url: str) -> T:
                 raise InputError(_lasting_message(url, e)) from e
             if pause is None:
                 raise InputError(
-                    f"{shown_url(url)}: cannot be read, {len(BACKOFF_SECONDS) + 1} attempts failed, the last "
-                    f"with: {_reason(e, url)}; check the network, then run the same command again"
+                    f"{shown_url(url)}: cannot be read, {counted(len(BACKOFF_SECONDS) + 1, 'attempt')} "
+                    f"failed, the last with: {_reason(e, url)}; check the network, then run the same command "
+                    "again"
                 ) from e
             time.sleep(pause)
     raise AssertionError("unreachable")

@@ -328,6 +328,6 @@ class HashingFile(io.RawIOBase):
             yield
         except OSError as e:
             raise StorageError(
-                f"{self._path}: cannot be written after {self.size} bytes: {e.strerror}; free space or fix "
+                f"{self._path}: cannot be written after {self.size:,} bytes: {e.strerror}; free space or fix "
                 "the permission, then run the same command again"
             ) from e

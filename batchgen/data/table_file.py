@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from batchgen.data.input_file import InputFile
 from batchgen.data.raw_file import SeekableFile, open_raw
 from batchgen.data.row import digest
+from batchgen.grammar import counted
 from batchgen.types import InputError, UsageError
 
 MAX_BATCH_ROWS = 1024
@@ -132,7 +133,7 @@ class ParquetTable:
         rows = self._parquet.metadata.row_group(group).num_rows
         found = end - self.group_starts[group]
         if found != rows:
-            raise pa.ArrowInvalid(f"it has {found} rows and the footer says {rows}")
+            raise pa.ArrowInvalid(f"it has {counted(found, 'row')} and the footer says {rows}")
 
     def _batch_rows(self, group: int) -> int:
         metadata = self._parquet.metadata.row_group(group)

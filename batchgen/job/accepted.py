@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
+from batchgen.grammar import counted
 from batchgen.job.changes import DRIFT, Change
 from batchgen.job.drift import Drift, find_drift, reread
 from batchgen.job.ids import forget_ids
@@ -96,7 +97,7 @@ def _look_closer(drift: Drift, inputs: InputSet, index: InputIndex, say: Callabl
     if not rows:
         return
     names = ", ".join(drift.doubtful[:3]) + (" …" if len(drift.doubtful) > 3 else "")
-    say(f"{names}: written again since this job began; comparing {rows:,} rows with what they were")
+    say(f"{names}: written again since this job began; comparing {counted(rows, 'row')} with what they were")
     changed = reread(inputs, index, _Every()).changed
     if changed is not None:
         first = changed.start.ordinal

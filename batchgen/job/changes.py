@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from batchgen.grammar import counted
+
 RETRY, DRIFT = "retry", "drift"
 Runs = list[tuple[int, int, int]]
 """(first row, rows, number of the change) of stretches of rows; those of number 0 are left out."""
@@ -76,7 +78,9 @@ class Change:
 
     def describe(self) -> str:
         """One line for a person."""
-        what = f"retry of {self.rows:,} rows ({self.where})" if self.kind == RETRY else "accepted drift"
+        what = (
+            f"retry of {counted(self.rows, 'row')} ({self.where})" if self.kind == RETRY else "accepted drift"
+        )
         settings = f", with {', '.join(self.sets)}" if self.sets else ""
         return f"{what}{settings}, by {self.user} on {self.host}, {self.time}"
 
@@ -128,7 +132,7 @@ def told(changes: Sequence[Change], rows: Mapping[int, int]) -> list[str]:
     lines: list[str] = []
     for number, change in enumerate(changes, 1):
         goes_on = ", not finished yet" if change.open else ""
-        lines += [f"{rows.get(number, 0):,} rows: {change.describe()}{goes_on}", *change.differences]
+        lines += [f"{counted(rows.get(number, 0), 'row')}: {change.describe()}{goes_on}", *change.differences]
     return lines
 
 

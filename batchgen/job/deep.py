@@ -14,6 +14,7 @@ from typing import Any
 
 from batchgen.data.prompt_values import pack_prompt_values
 from batchgen.data.row_result import RowResult
+from batchgen.grammar import counted
 from batchgen.job.attempts import read_attempts, versions
 from batchgen.job.changes import latest_drift, number_of
 from batchgen.job.counters import create_counters
@@ -77,7 +78,8 @@ def recompute(
         sets = _sets(manifest, number)
         if sets is None:
             report.notes.append(
-                f"{len(rows):,} rows not computed again: they are from before the job's settings were changed"
+                f"{counted(len(rows), 'row')} not computed again: they are from before the job's settings "
+                "were changed"
             )
             continue
         _compare(rows, configure(sets), folder, manifest, launch, report)
@@ -147,7 +149,9 @@ def _compare(
         differing += bool(differences)
         for difference in differences:
             report.fault(f"row {one.row}: computed again, {difference}")
-    report.notes.append(f"{len(stored):,} rows computed again, {len(stored) - differing:,} of them the same")
+    report.notes.append(
+        f"{counted(len(stored), 'row')} computed again, {len(stored) - differing:,} of them the same"
+    )
 
 
 def _differences(old: RowResult, new: RowResult, known: Iterable[str]) -> Iterable[str]:

@@ -36,7 +36,7 @@ from batchgen.job.folder import TEMPORARY
 from batchgen.job.folder_rows import FolderRows
 from batchgen.types import UsageError
 
-FORMATS = {"parquet": ".parquet", "jsonl": ".jsonl", "csv": ".csv", "openai_batch": ".jsonl"}
+FORMATS = {"parquet": ".parquet", "jsonl": ".jsonl", "csv": ".csv", "openai_batch": ".batch.jsonl"}
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _WINDOW_ROWS = 1000
 _WINDOW_BYTES = 16 * 1024 * 1024

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from batchgen.grammar import counted
 from batchgen.types import ErrorClass, FinishReason, Status
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Gate:
         if not rows or _OPERATORS[self.comparison](value, self.limit):
             return None
         share = f" ({value:.4g}%)" if self.percent else ""
-        found = f"{self.measure} is {count:,} of {rows:,} rows{share}"
+        found = f"{self.measure} is {count:,} of {counted(rows, 'row')}{share}"
         return f"{found} and run.gates asks for {self.condition}"
 
 

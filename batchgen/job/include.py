@@ -72,7 +72,7 @@ class _Reader:
             chain = [*list(self._open.values())[list(self._open).index(real) :], self._open[real]]
             own.fault(at, f"include: the files include each other ({' > '.join(chain)}); remove one include")
         elif self._files >= MOST_FILES:
-            own.fault(at, f"include: more than {MOST_FILES} files; include each file only once")
+            own.fault(at, f"include: more than {MOST_FILES:,} files; include each file only once")
         else:
             try:
                 whole.overlay(self.read(path, source, origin))

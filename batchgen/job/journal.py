@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from batchgen.grammar import agreeing, counted
 from batchgen.job.files import OS_FILES, FileOps, disk_full, open_existing, read_file, storage, storage_error
 from batchgen.types import StorageError
 
@@ -88,7 +89,11 @@ class Dropped:
     length: int
 
     def __str__(self) -> str:
-        return f"journal/{self.segment}: {self.length} bytes at {self.offset} are torn or damaged, left out"
+        are = agreeing(self.length, "is", "are")
+        return (
+            f"journal/{self.segment}: {counted(self.length, 'byte')} at {self.offset} {are} torn or damaged, "
+            "left out"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from batchgen.grammar import agreeing, counted
 from batchgen.job.part_summary import ErrorGroup
 from batchgen.job.plan_folder import FolderOutlook
 from batchgen.job.plan_rows import RowScan, Twice
@@ -211,7 +212,8 @@ def _warnings(outlook: Outlook, plan: Mapping[str, Any]) -> list[str]:
     found = []
     if outlook.tokens.too_long:
         found.append(
-            f"{outlook.tokens.too_long:,} of {outlook.tokens.rows:,} prompts leave no room to answer in "
+            f"{outlook.tokens.too_long:,} of {counted(outlook.tokens.rows, 'prompt')} "
+            f"{agreeing(outlook.tokens.too_long, 'leaves', 'leave')} no room to answer in "
             f"{outlook.max_model_len:,} tokens and {OVERFLOW[outlook.overflow]}"
         )
     failing = sum(error["found"] for error in plan["errors"])

@@ -11,6 +11,7 @@ from typing import Any
 from batchgen.data.id_decisions import IdDecisions
 from batchgen.data.results import OutputPlan
 from batchgen.data.source import InputSet
+from batchgen.grammar import counted
 from batchgen.job.accepted import settle_drift
 from batchgen.job.changes import of_epoch
 from batchgen.job.claims import Claim, Claims
@@ -290,7 +291,7 @@ def _check_selection(job: OpenJob) -> None:
     rows = in_parts if job.inputs.where is not None else stop - selection.first
     if selection.limit is not None and rows > selection.limit:
         raise DriftError(
-            f"{job.folder.root}: holds the results of {rows:,} rows, and input.limit asks for "
+            f"{job.folder.root}: holds the results of {counted(rows, 'row')}, and input.limit asks for "
             f"{selection.limit:,}; set input.limit to {rows:,} or more, choose another output.path, or start "
             "over with --overwrite"
         )

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from batchgen.data.source import InputSet
+from batchgen.grammar import each_of
 from batchgen.job.attempts import Attempt
 from batchgen.job.claims import Claims
 from batchgen.job.collector import rare_collections
@@ -126,7 +127,7 @@ def _already_complete(setup: JobSetup, options: RunOptions, folder: JobFolder) -
     rows = success["rows"]
     if counts.rows != rows:
         return None
-    reason = f"{folder.root} is already complete: all {rows:,} rows have a result"
+    reason = f"{folder.root} is already complete: {each_of(rows, 'row')} a result"
     return _gated(folder, manifest, options, _complete(counts, options, reason))
 
 
@@ -287,7 +288,7 @@ def _finish(job: OpenJob, options: RunOptions, stopped: str | None) -> RunResult
     # Last, so that a retry killed before this is continued, and finds nothing left to do.
     if finish_retry(job.manifest):
         job.manifest.save(job.folder, job.still_owner)
-    result = _complete(job.counts, options, f"complete: all {rows:,} rows have a result")
+    result = _complete(job.counts, options, f"complete: {each_of(rows, 'row')} a result")
     return _gated(job.folder, job.manifest, options, result)
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from batchgen.grammar import agreeing, counted
 from batchgen.job.files import OS_FILES, atomic_write
 from batchgen.job.folder import JobFolder
 from batchgen.types import StorageError
@@ -64,7 +65,8 @@ def rows_lost(folder: JobFolder, rows_in_parts: int) -> int:
 def lost_sentence(folder: JobFolder, rows: int) -> str:
     """What to do about rows that are lost."""
     return (
-        f"{folder.data}: {rows:,} rows of this complete job are gone, because files of parts are missing or "
+        f"{folder.data}: {counted(rows, 'row')} of this complete job {agreeing(rows, 'is', 'are')} gone, "
+        "because files of parts are missing or "
         "damaged; `batchgen verify` names them, and running the job again computes their rows anew"
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from batchgen.data.id_decisions import recorded_decisions
 from batchgen.data.source import InputSet
+from batchgen.grammar import agreeing, counted
 from batchgen.job.changes import rows_by_number, told
 from batchgen.job.drift import check_drift
 from batchgen.job.files import storage
@@ -134,7 +135,8 @@ def _check_changes(folder: JobFolder, manifest: Manifest, report: VerifyReport) 
     for number, count in rows.items():
         if number > len(manifest.changes):
             report.fault(
-                f"{folder.manifest}: {count:,} rows were computed under change {number}, which it lacks"
+                f"{folder.manifest}: {counted(count, 'row')} {agreeing(count, 'was', 'were')} computed "
+                f"under change {number}, which it lacks"
             )
 
 
@@ -193,7 +195,7 @@ def _check_part(
         return
     if commit is not None and (counts.rows, counts.ok) != (commit.rows, commit.counts.ok):
         recorded_as = f"{commit.rows} ({commit.counts.ok} ok) are recorded"
-        report.fault(f"{path}: has {counts.rows} rows ({counts.ok} ok), and {recorded_as}")
+        report.fault(f"{path}: has {counted(counts.rows, 'row')} ({counts.ok} ok), and {recorded_as}")
 
 
 def _check_row(path: Path, row: PartRow, report: VerifyReport) -> None:
@@ -226,12 +228,16 @@ def _check_completeness(
     if not folder.success.exists():
         total = None if manifest.has_where else selection.most_rows(index.end)
         of = f" of {total:,}" if total is not None else ""
-        report.fault(f"{folder.root}: not complete: {report.rows:,} rows{of} are in parts; run the job again")
+        report.fault(
+            f"{folder.root}: not complete: {counted(report.rows, 'row')}{of} "
+            f"{agreeing(report.rows, 'is', 'are')} in parts; run the job again"
+        )
         return
     success = read_success(folder)
     if success is None:
         report.fault(f"{folder.success}: cannot be read; run the job again")
     elif success["rows"] != report.rows:
         report.fault(
-            f"{folder.root}: _SUCCESS promises {success['rows']:,} rows and the parts hold {report.rows:,}"
+            f"{folder.root}: _SUCCESS promises {counted(success['rows'], 'row')} and the parts hold "
+            f"{report.rows:,}"
         )

@@ -17,6 +17,7 @@ from batchgen.data.prompt_values import pack_prompt_values
 from batchgen.data.row import PartIndexEntry, PartIndexer, Position, Row
 from batchgen.data.row_result import RowResult
 from batchgen.data.source import InputSet
+from batchgen.grammar import counted
 from batchgen.job.index import InputIndex, changed_input
 from batchgen.job.journal import Location
 from batchgen.job.parts import Counts, PartCommit
@@ -278,7 +279,7 @@ class Window:
 
     def _too_small(self) -> DriftError:
         return DriftError(
-            f"input.limit: the output folder holds results of rows beyond the first "
+            "input.limit: the output folder holds results of rows beyond the first "
             f"{self._selection.limit:,} that are selected; set input.limit to what it was, choose another "
             "output.path, or start over with --overwrite"
         )
@@ -411,7 +412,8 @@ class Window:
             raise changed_input(known.start.ordinal, known.rows, self._input_name())
         if self._index.end not in (None, end):
             raise InputError(
-                f"{self._input_name()}: ends after {end} rows, and had {self._index.end} when this job first "
+                f"{self._input_name()}: ends after {counted(end, 'row')}, and had {self._index.end} when "
+                "this job first "
                 "read it; restore the input, or start over with --overwrite"
             )
         if part.indexer.rows:

@@ -13,6 +13,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+from batchgen.grammar import counted
 from batchgen.text import messages as chat
 from batchgen.text.chat_template import ChatTemplate
 from batchgen.text.content import Content, RowReader
@@ -142,7 +143,7 @@ class PromptRenderer:
         if not self.tells_time:
             return ()
         return (
-            f"the chat template writes the date into prompts; all rows get that of the first attempt "
+            "the chat template writes the date into prompts; all rows get that of the first attempt "
             f"({self.now:%Y-%m-%d}); set prompt.chat_template_kwargs: {{date_string: …}} for another, "
             "if the template reads it",
         )
@@ -443,8 +444,8 @@ def _too_long(draft: Draft, limits: _Limits) -> str:
     least = "at least one of them" if room == 1 else f"at least {room} of them (sampling.min_tokens)"
     answer = f", {least} for the answer" if room else ""
     return (
-        f"the prompt has {len(draft.token_ids or ())} tokens and the context holds {limits.max_model_len}"
-        f"{answer}; shorten the prompt or raise model.max_model_len"
+        f"the prompt has {counted(len(draft.token_ids or ()), 'token')} and the context holds "
+        f"{limits.max_model_len}{answer}; shorten the prompt or raise model.max_model_len"
     )
 
 
@@ -457,7 +458,10 @@ def _row_notes(draft: Draft) -> tuple[str, ...]:
     if not draft.control_tokens:
         return ()
     how = "kept as control tokens" if draft.marker is None else "read as plain text"
-    return (f"special_tokens_in_content: {draft.control_tokens} control tokens in the row's text {how}",)
+    return (
+        f"special_tokens_in_content: {counted(draft.control_tokens, 'control token')} in the row's text "
+        f"{how}",
+    )
 
 
 def _caught(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -60,7 +60,7 @@ def test_what_would_fail_and_why(write_job: Write, capsys: Captured) -> None:
     assert plan["tokens"]["output_at_most"] == 15
     assert 0 < plan["tokens"]["prompt"] < 3 * 64
     assert (plan["resume"]["would"], plan["seconds"]) == ("start", None)
-    assert any("leave no room" in warning for warning in plan["warnings"])
+    assert any("leaves no room" in warning for warning in plan["warnings"])
 
 
 def test_the_same_in_words_that_steer_no_terminal(write_job: Write, capsys: Captured) -> None:
@@ -68,7 +68,7 @@ def test_the_same_in_words_that_steer_no_terminal(write_job: Write, capsys: Capt
     assert main(["plan", write_job("", rows)]) == 0
     text = capsys.readouterr().out
     assert text.startswith("rows      2; 2 read, 1 tokenized\n")
-    assert "error     null_prompt: 1 of 1 rows, about 1 in all\n" in text
+    assert "error     null_prompt: 1 of 1 row, about 1 in all\n" in text
     assert "warning   every row would fail" in text
     assert all(line.isprintable() for line in text.splitlines())
 

@@ -189,3 +189,19 @@ def test_json_holds_every_documented_key() -> None:
     progress.close()
     (line,) = stream.getvalue().splitlines()
     assert set(json.loads(line)) == {field.name for kind in (Progress, Rates) for field in fields(kind)}
+
+
+def test_json_has_no_digits_that_say_nothing() -> None:
+    """Seconds and speeds have one decimal, shares four."""
+    stream = io.StringIO()
+    progress = make_progress("json", stream)
+    progress.update(Progress(state="running", rows_total=3, rows_done=1, seconds=1 / 3, pool_waste=2 / 3))
+    progress.update(
+        replace(LATER, seconds=200 / 7, working_seconds=100 / 7, prompt_tokens=3, cached_tokens=1)
+    )
+    progress.close()
+    shares = {"cached_share", "done_share", "pool_waste"}
+    for line in stream.getvalue().splitlines():
+        for key, value in json.loads(line).items():
+            if isinstance(value, float):
+                assert round(value, 4 if key in shares else 1) == value, key

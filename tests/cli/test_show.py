@@ -58,7 +58,7 @@ def test_what_a_row_holds_cannot_steer_the_terminal(write_job: Write, capsys: Ca
     ("which", "said"),
     [
         (["--row", "2"], "--row 2: the input has 2 rows; count them from 0"),
-        (["--id", "x"], "--id x: none of the 2 rows has this id"),
+        (["--id", "x"], "--id x: 2 rows were searched and none has this id"),
     ],
 )
 def test_a_row_that_is_not_there(write_job: Write, capsys: Captured, which: list[str], said: str) -> None:

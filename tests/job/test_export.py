@@ -22,7 +22,7 @@ from batchgen.data.passthrough import AsTheyAre
 from batchgen.data.row import Position, Row
 from batchgen.data.row_result import RowResult
 from batchgen.data.source import open_input
-from batchgen.job.export import ExportOptions, export_to_file
+from batchgen.job.export import FORMATS, ExportOptions, export_to_file
 from batchgen.job.folder import JobFolder
 from batchgen.job.folder_rows import FolderRows
 from batchgen.job.parts import recognise_parts
@@ -257,3 +257,8 @@ def test_the_verb_writes_folders_and_says_what_is_wrong(jobs: Path, tmp_path: Pa
     assert said(folder, "--format", "jsonl", "--csv-safe")[0] == 2
     code, message = said(folder, "--format", "csv", "--output", str(tmp_path / "none/x.csv"))
     assert (code, "No such file" in message) == (5, True)
+
+
+def test_each_format_has_a_file_name_of_its_own() -> None:
+    """Else an export in one format would be in the way of the next."""
+    assert len(set(FORMATS.values())) == len(FORMATS)

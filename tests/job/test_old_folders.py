@@ -38,7 +38,7 @@ def test_a_folder_of_an_earlier_version_is_continued_and_verified(tmp_path: Path
     report = verify_folder(tmp_path / "job/out", setup.inputs, setup.fingerprints)
     setup.inputs.close()
     assert report.faults == []
-    assert any(note.startswith("1 rows: retry of 1 rows") for note in report.notes)
+    assert any(note.startswith("1 row: retry of 1 row") for note in report.notes)
     calm = settings_of(tmp_path / "job")
     calm.output = str(tmp_path / "calm")
     run_here(calm)

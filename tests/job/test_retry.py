@@ -120,7 +120,7 @@ def test_rows_under_other_settings_are_recorded(tmp_path: Path) -> None:
     assert settings_of == {1: ((10, 1, 1), (11, 1, 2)), 5: ((59, 1, 2),)}
     report = verify_folder(folder.root)
     assert report.faults == []
-    assert any("1 rows: retry of 2 rows (row=10:12)" in note for note in report.notes)
+    assert any("1 row: retry of 2 rows (row=10:12)" in note for note in report.notes)
 
 
 def test_a_job_that_is_not_complete_is_not_retried(tmp_path: Path) -> None:

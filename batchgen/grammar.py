@@ -1,0 +1,18 @@
+"""Numbers of things in sentences. Used wherever users are told how many."""
+
+from __future__ import annotations
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 row`, `0 rows`, `1,000 rows`."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def each_of(number: int, thing: str) -> str:
+    """`its only row has`, `all 1,000 rows have`."""
+    return f"its only {thing} has" if number == 1 else f"all {counted(number, thing)} have"
+
+
+def agreeing(number: int, one: str, many: str) -> str:
+    """The word that goes with so many, such as `has` or `have`."""
+    return one if number == 1 else many
