@@ -159,6 +159,7 @@ class SamplingParams:
         min_p: drop tokens less likely than this share of the likeliest one, in [0, 1].
         max_tokens: most tokens to generate, clipped to what fits the context.
         min_tokens: no end of sequence and no stop condition before this many tokens.
+        n: samples of each prompt, drawn independently; more than 1 only where temperature is above 0.
         stop: strings that end generation; the text is cut before the one that completes first.
         stop_token_ids: token ids that end generation; not part of the text.
         seed: sampling noise is a function of (seed, row, sample, position) alone.
@@ -185,6 +186,7 @@ class SamplingParams:
     min_p: float = 0.0
     max_tokens: int = 256
     min_tokens: int = 0
+    n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
@@ -210,6 +212,8 @@ class SamplingParams:
         require(0 <= self.min_p <= 1, "min_p", "a number from 0 to 1")
         require(self.max_tokens >= 1, "max_tokens", "1 or more")
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "a number from 0 to max_tokens")
+        require(self.n >= 1, "n", "1 or more")
+        require(self.n == 1 or not self.greedy, "n", "1 with temperature 0, where all samples would be equal")
         require(all(self.stop), "stop", "non-empty strings")
         require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids of 0 or more")
         require(
@@ -382,13 +386,14 @@ CacheKey = tuple[int, tuple[str | int | bytes, ...]]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One row in the engine. The scheduler owns every field from `state` on.
+    """One row in the engine, or one of its samples. The scheduler owns every field from `state` on.
 
     The engine counts in `num_read` at how many positions logits or hidden states have been read: what was
     read is kept when the request is preempted.
 
     Args:
-        request_id: the row's ordinal; also its key for sampling noise.
+        request_id: the row's ordinal, which is also its key for sampling noise; a sample after the row's
+            first has any other number that is not in use.
         prompt_token_ids: never empty.
         sampling: how to decode.
         output_token_ids: generated so far; a resumed row starts with what was journalled.
@@ -403,6 +408,10 @@ class Request:
         normalize: whether that vector gets length 1.
         following: further pieces of one row, computed after this one under its id; their scores come after
             its own.
+        fork_token_ids: generated so far for the row's other samples; empty for a new row.
+        sample: which of the row's samples this is, from 0.
+        first: the row's first sample, where this is another.
+        num_forks: samples that will be forked off once the tokens known now are computed.
     """
 
     request_id: int
@@ -418,6 +427,10 @@ class Request:
     pooling: Pooling | None = None
     normalize: bool = False
     following: tuple[Request, ...] = ()
+    fork_token_ids: list[list[int]] = field(default_factory=list)
+    sample: int = 0
+    first: Request | None = None
+    num_forks: int = 0
     num_read: int = 0
     state: RequestState = RequestState.WAITING
     sequence_number: int = -1
@@ -425,6 +438,11 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
+
+    @property
+    def row(self) -> int:
+        """The row's ordinal."""
+        return self.request_id if self.first is None else self.first.request_id
 
     @property
     def num_tokens(self) -> int:

@@ -209,17 +209,17 @@ class FakeCore:
                 self._fault(fault)
         return outputs
 
-    def partials(self) -> list[tuple[int, int, list[int]]]:
+    def partials(self) -> list[tuple[int, int, int, list[int]]]:
         news = []
         for row, live in self._running.items():
             if len(live.ids) > live.reported:
-                news.append((row, live.reported, live.ids[live.reported :]))
+                news.append((row, 0, live.reported, live.ids[live.reported :]))
                 live.reported = len(live.ids)
         return news
 
-    def fail(self, request_id: int, error: RowError) -> Output:
-        live = self._running.pop(request_id)
-        return Output(request_id, prompt_tokens=len(live.request.prompt_token_ids), error=error)
+    def fail(self, row: int, error: RowError) -> Output:
+        live = self._running.pop(row)
+        return Output(row, prompt_tokens=len(live.request.prompt_token_ids), error=error)
 
     def drop_unstarted(self) -> None:
         self._waiting.clear()

@@ -75,8 +75,13 @@ class KVCacheManager:
         return PrefixHit(blocks, len(blocks[0]) * self.block_size)
 
     def num_missing_blocks(self, request: Request) -> int:
-        """Blocks that a request with tables still needs to compute its known tokens."""
-        return self.coordinator.num_missing_blocks(request.request_id, request.num_tokens)
+        """Blocks that a request with tables needs to compute its known tokens, and its forks to begin."""
+        missing = self.coordinator.num_missing_blocks(request.request_id, request.num_tokens)
+        return missing + self.num_fork_blocks(request)
+
+    def num_fork_blocks(self, request: Request) -> int:
+        """Blocks that a request's forks, none of them made yet, need for one token each."""
+        return request.num_forks * len(self.coordinator.managers)
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, hit: PrefixHit | None = None, *, headroom: int = 0

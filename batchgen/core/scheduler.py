@@ -8,7 +8,7 @@ step, `rollback()` takes it back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from batchgen.core.block import KVCacheBlock
@@ -26,7 +26,7 @@ class SchedulerConfig:
 
     Args:
         max_num_batched_tokens: tokens computed in one step.
-        max_num_seqs: requests that hold blocks at one time.
+        max_num_seqs: requests that hold blocks at one time; forks to come count from the admission on.
         max_model_len: longest prompt plus output, in tokens.
         prefix_caching: reuse keys and values of equal prefixes.
         watermark: share of the pool that an admission leaves free while others run, in [0, 1).
@@ -259,35 +259,42 @@ class Scheduler:
         self._check_if_debug()
         return [sharer.request_id for sharer in sharers]
 
-    def fork(self, parent_id: int, child: Request) -> None:
-        """Start `child` from everything computed for a running request, sharing its blocks.
+    def fork(self, parent_id: int, children: Iterable[Request]) -> None:
+        """Start `children` from everything computed for a running request, sharing its blocks.
 
-        Called between `update` and `schedule`. If no place or block is free the child waits in front and
-        starts from the prefix cache instead.
+        Called between `update` and `schedule`. `num_forks` of the parent is 0 afterwards. If no place or
+        block is free, which the admission of the parent made unlikely, a child waits in front and starts
+        from the prefix cache instead.
 
         Raises:
-            RowFailure: the child can never fit.
+            RowFailure: a child can never fit.
             ValueError: its id is in use, the parent does not run, or their tokens differ.
         """
         parent = self.running.get(parent_id)
         if parent is None or self._step is not None:
             raise ValueError(f"request {parent_id} cannot be forked: it does not run, or a step is under way")
-        shared = parent.num_computed_tokens
-        if child.num_tokens <= shared or child.tokens(0, shared) != parent.tokens(0, shared):
-            raise ValueError(f"request {child.request_id} does not begin with the tokens of {parent_id}")
-        if child.cache_keys != parent.cache_keys:
-            raise ValueError(f"request {child.request_id} and {parent_id} differ in their cache_keys")
-        self._accept(child)
-        if len(self.running) < self.config.max_num_seqs and self.manager.fork(parent, child):
-            self._start(child, shared)
-        else:
-            self.waiting.push_front(child)
+        parent.num_forks = 0
+        places = self.config.max_num_seqs - self._num_places()
+        squeezed = []
+        for child in children:
+            self._refuse_stranger(parent, child)
+            self._accept(child)
+            if places > 0 and self.manager.fork(parent, child):
+                self._run(child, parent.num_computed_tokens)
+                child.num_cached_tokens = parent.num_computed_tokens
+                places -= 1
+            else:
+                squeezed.append(child)
+        for child in reversed(squeezed):
+            self._wait_again(child)
         self._check_if_debug()
 
     def check(self) -> None:
         """Assert every invariant of pool, tables and queues."""
         self.manager.check()
         assert len(self.running) <= self.config.max_num_seqs, "too many requests run"
+        alone = len(self.running) == 1
+        assert alone or self._num_places() <= self.config.max_num_seqs, "no places are left for forks"
         waiting = {request.request_id: request for request in self.waiting}
         assert len(waiting) == len(self.waiting), "the waiting queue miscounts"
         assert not waiting.keys() & self.running.keys(), "a request waits and runs"
@@ -337,6 +344,20 @@ class Scheduler:
         """Most tokens that are computed for a request: an answer's last token is not."""
         return self.config.max_model_len - request.generates
 
+    def _refuse_stranger(self, parent: Request, child: Request) -> None:
+        """Raise ValueError where `child` does not continue `parent`."""
+        shared = parent.num_computed_tokens
+        if child.num_tokens <= shared or child.tokens(0, shared) != parent.tokens(0, shared):
+            raise ValueError(
+                f"request {child.request_id} does not begin with the tokens of {parent.request_id}"
+            )
+        if child.cache_keys != parent.cache_keys:
+            raise ValueError(f"request {child.request_id} and {parent.request_id} differ in their cache_keys")
+
+    def _num_places(self) -> int:
+        """Requests that run, with the forks that they will become."""
+        return len(self.running) + sum(request.num_forks for request in self.running.values())
+
     def _extend_running(self, step: _Step) -> None:
         for request in list(self.running.values()):
             if step.budget == 0:
@@ -382,6 +403,9 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._leave_running(request)
+        self._wait_again(request)
+
+    def _wait_again(self, request: Request) -> None:
         request.state = RequestState.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -400,18 +424,24 @@ class Scheduler:
 
     def _admit_waiting(self, step: _Step) -> None:
         request = self.waiting.peek()
-        if request is None or step.budget == 0 or len(self.running) >= self.config.max_num_seqs:
+        places = self.config.max_num_seqs - self._num_places()
+        if request is None or step.budget == 0 or places <= 0:
             return
         # Blocks that running requests will still take for tokens known today: not there for others.
         promised = sum(map(self.manager.num_missing_blocks, self.running.values()))
-        while request is not None and step.budget and len(self.running) < self.config.max_num_seqs:
-            if not self._admit(step, request, promised):
+        while request is not None and step.budget:
+            # More samples than places is no reason to wait for ever: such a row runs alone.
+            fits = places > request.num_forks or not self.running
+            if not fits or not self._admit(step, request, promised):
                 return
+            places -= 1 + request.num_forks
             promised += self.manager.num_missing_blocks(request)
             request = self.waiting.peek()
 
     def _admit(self, step: _Step, request: Request, promised: int) -> bool:
-        headroom = promised + self._watermark_blocks if self.running else 0
+        headroom = 0
+        if self.running:
+            headroom = promised + self._watermark_blocks + self.manager.num_fork_blocks(request)
         hit = self.manager.get_computed_blocks(request)
         num_tokens = min(request.num_tokens - hit.num_tokens, step.budget)
         if self.manager.allocate_slots(request, num_tokens, hit, headroom=headroom) is None:
@@ -428,7 +458,10 @@ class Scheduler:
         self.stats.count_admission(request.num_tokens, num_cached, resumed=resumed)
         if not resumed:
             request.num_cached_tokens = num_cached
-        request.num_computed_tokens = num_cached
+        self._run(request, num_cached)
+
+    def _run(self, request: Request, num_computed: int) -> None:
+        request.num_computed_tokens = num_computed
         request.state = RequestState.RUNNING
         self.running[request.request_id] = request
 

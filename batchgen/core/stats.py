@@ -11,11 +11,11 @@ class SchedulerStats:
 
     Args:
         prompt_tokens: known tokens of requests when they were first admitted.
-        cached_tokens: those of them that came from the prefix cache or a fork.
+        cached_tokens: those of them that came from the prefix cache; a fork's count for neither.
         resumed_tokens: known tokens of requests admitted again after a preemption.
         resumed_cached_tokens: those of them that came from the prefix cache.
         scheduled_tokens: computed in all steps.
-        preemptions: times that a running request lost its blocks.
+        preemptions: times that a running request lost its blocks, or a fork could not have its share.
         steps: with at least one token.
         pool_used: blocks referenced after the latest step.
         pool_peak: most blocks ever referenced.

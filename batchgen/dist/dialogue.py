@@ -86,14 +86,14 @@ class Dialogue:
         self.answered += output.samples
         return self._whole(None) if len(self.answered) == self.turns else None
 
-    def news(self) -> tuple[int, int, list[int]] | None:
+    def news(self) -> tuple[int, int, int, list[int]] | None:
         """Sampled tokens that were not reported before, as `EngineCore.partials` gives them."""
         running = self.pending if self._request is None else self._request.output_token_ids
         first, stream = self._reported, self._past + running
         if len(stream) <= first:
             return None
         self._reported = len(stream)
-        return self.row, first, stream[first:]
+        return self.row, 0, first, stream[first:]
 
     def _whole(self, error: RowError | None) -> Output:
         """The turns' outputs as one: sums of their counts, and the last one's reasons."""

@@ -121,12 +121,12 @@ class DedupingCore:
             outputs += self._ended(output)
         return outputs
 
-    def partials(self) -> list[tuple[int, int, list[int]]]:
+    def partials(self) -> list[tuple[int, int, int, list[int]]]:
         return self._core.partials()
 
-    def fail(self, request_id: int, error: RowError) -> Output:
+    def fail(self, row: int, error: RowError) -> Output:
         """As the engine's; who waited for the row is computed after all."""
-        output = self._core.fail(request_id, error)
+        output = self._core.fail(row, error)
         self._late += self._ended(output)
         return output
 

@@ -136,7 +136,10 @@ class Intake:
             return
         prepared: list[Request | Output] = []
         for i in range(0, len(rows), GROUP):
-            group = [(row[0], unpack_prompt_values(row[1]), *row[2:]) for row in rows[i : i + GROUP]]
+            group = [
+                (row, unpack_prompt_values(values), partial or [[]], priority)
+                for row, values, partial, priority in rows[i : i + GROUP]
+            ]
             prepared += self._prepare_group(group)
         for item in sorted(prepared, key=self._sort_key):
             self._ready.put(item)
@@ -176,26 +179,27 @@ class Intake:
     def _request(
         self, item: Any, prompt: PreparedRow | RowError, sampling: SamplingParams
     ) -> Request | Output:
-        row, columns, partial, priority = item
+        row, columns, (first, *others), priority = item
         if isinstance(prompt, RowError):
             return Output(row, error=prompt)
         if row == self.canary:
-            sampling = replace(sampling, max_tokens=1, min_tokens=0)
+            sampling = replace(sampling, max_tokens=1, min_tokens=0, n=1)
         else:
             self._included.prepared(prompt, sampling.seed)
             if self._renderer.spec.turns is not None:
                 turns = len(self._renderer.user_turns(columns))
-                dialogue = Dialogue(row, columns, sampling, turns, list(partial), priority)
+                dialogue = Dialogue(row, columns, sampling, turns, first, priority)
                 self.dialogues[row] = dialogue
                 return dialogue.begin(prompt)
         return Request(
             request_id=row,
             prompt_token_ids=prompt.token_ids,
             sampling=sampling,
-            output_token_ids=list(partial),
+            output_token_ids=first,
             priority=priority,
             control_tokens=prompt.control_tokens,
             truncated_tokens=prompt.truncated_tokens,
+            fork_token_ids=others,
         )
 
     def _sort_key(self, item: Request | Output) -> Any:

@@ -7,26 +7,26 @@ Requests go in, outputs come out, one step at a time. Used by the engine worker 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from batchgen.core.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
+from batchgen.core.scheduler import Scheduler, SchedulerOutput
 from batchgen.engine.inputs import round_up
 from batchgen.engine.isolation import Isolation, StepFailed, error_of_row, is_of_a_row, out_of_memory
-from batchgen.engine.phases import Phases
-from batchgen.engine.reading import Labels, Reader, Reading, read_step
+from batchgen.engine.live_row import Decoding, LiveRow, live_row
+from batchgen.engine.reading import Labels, Reading, read_step
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.step_budget import StepBudget
-from batchgen.sampling.history import TokenHistory
-from batchgen.sampling.operations import Operation, operations_of
+from batchgen.sampling.operations import operations_of
 from batchgen.sampling.resolve import beyond_vocabulary
 from batchgen.sampling.sampler import SamplingRow, finite_rows, sample
 from batchgen.text.reasoning import ReasoningSplitter
-from batchgen.text.stop import Finish, StopChecker, StopRules
+from batchgen.text.stop import StopRules
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import (
     ErrorClass,
@@ -35,7 +35,6 @@ from batchgen.types import (
     RequestState,
     RowError,
     RowFailure,
-    Sample,
     SamplingParams,
     Task,
 )
@@ -44,41 +43,18 @@ MAX_DECODINGS = 1024
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Decoding:
-    """What follows from sampling parameters: costly to make, and the same for nearly all rows of a job."""
-
-    rules: StopRules
-    operations: tuple[Operation, ...]
-    splitter: ReasoningSplitter | None
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request in flight: its stop conditions, what is done to its logits, what was reported of its output.
-
-    `past` are the requests that it follows.
-    """
-
-    request: Request
-    checker: StopChecker
-    operations: tuple[Operation, ...]
-    history: TokenHistory
-    reported: int
-    phases: Phases
-    reader: Reader
-    past: list[Request] = field(default_factory=list)
+_Drawn = list[int | RowError]
+"""A token of a request, or why it has none, and after it those of its forks, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """What a step has yielded: for each of `requests` a token, or why it has none, and readings for tasks.
+    """What a step has yielded: tokens, and readings for tasks.
 
     Of `nonfinite` logits or hidden states are not finite, at the given position.
     """
 
-    requests: list[Request]
-    tokens: list[int | RowError]
+    drawn: list[tuple[Request, _Drawn]]
     readings: list[Reading]
     nonfinite: list[tuple[Request, int]]
 
@@ -124,22 +100,25 @@ class EngineCore:
         self.labels = labels
         self.counters = EngineCounters()
         self.on_step: Callable[[list[int]], None] | None = None
-        """Called with the requests of a step before it is computed."""
-        self._live: dict[int, _Live] = {}
+        """Called with the rows of a step before it is computed."""
+        self._live: dict[int, LiveRow] = {}
+        # Numbers of requests that are no row's first sample; ordinals of rows are never negative.
+        self._fork_ids = itertools.count(-1, -1)
         self._isolation = Isolation(scheduler)
         self._budget = StepBudget()
-        self._decodings: dict[SamplingParams, _Decoding] = {}
+        self._decodings: dict[SamplingParams, Decoding] = {}
 
     @property
     def num_unfinished(self) -> int:
-        """Requests waiting or running."""
+        """Rows waiting or running."""
         return len(self._live)
 
     def add(self, request: Request) -> Output | None:
-        """Take a request; `request.sampling.max_tokens` is clipped to what fits the context.
+        """Take a row; `request.sampling.max_tokens` is clipped to what fits the context.
 
-        A request may come with output tokens that an earlier attempt sampled; it goes on after them. What it
+        It may come with output tokens that an earlier attempt sampled, and goes on after them. What it
         samples is appended to `request.output_token_ids`; what lies behind the end of the answer is removed.
+        It has its output once all of its `sampling.n` samples have ended, or one of them has failed.
 
         Returns:
             None, or the output at once: an error row that can never fit, or a request whose earlier
@@ -159,33 +138,18 @@ class EngineCore:
             return self._refused(request, RowError(ErrorClass.INVALID_PARAM, fault))
         # No room at all is the scheduler's to refuse.
         room = max(1, self.max_model_len - len(request.prompt_token_ids))
-        most = min(request.sampling.max_tokens, room)
         decoding = self._decoding(request.sampling)
-        checker = StopChecker(decoding.rules, most)
+        most = min(request.sampling.max_tokens, room)
         request.sampling = _clip(request.sampling, room)
-        finished = checker.prime(request.output_token_ids)
-        if finished is not None and request.scoring is not None:
-            # Its prompt is to be scored all the same, after which the last token is sampled again.
-            del request.output_token_ids[checker.num_tokens - 1 :]
-            checker = StopChecker(checker.rules, most)
-            finished = checker.prime(request.output_token_ids)
-        if finished is not None:
-            # In a dialogue, what comes behind the end of this answer belongs to the next.
-            del request.output_token_ids[checker.num_tokens :]
-            return self._output(request, finished)
+        row = live_row(request, decoding, most, self._fork_ids, time.monotonic())
+        if not row.unfinished:
+            return row.output()
+        self._live[request.request_id] = row
         try:
-            self.scheduler.add(request)
+            for entering in row.entering():
+                self.scheduler.add(entering)
         except RowFailure as failure:
-            return self._refused(request, failure.error)
-        self._live[request.request_id] = _Live(
-            request,
-            checker,
-            decoding.operations,
-            TokenHistory(request.prompt_token_ids, request.output_token_ids),
-            reported=len(request.output_token_ids),
-            phases=Phases(time.monotonic()),
-            reader=Reader(request),
-        )
+            return self.fail(request.request_id, failure.error)
         return None
 
     def step(self) -> list[Output]:
@@ -221,20 +185,20 @@ class EngineCore:
         errors = self._isolation.settle(has_worked=self.counters.steps > 0)
         if errors:
             self._budget.forget()
-        return [self.fail(request_id, error) for request_id, error in errors.items()]
+        return [self.fail(row, error) for row, error in errors.items() if row in self._live]
 
     def _note_started(self, planned: SchedulerOutput, now: float) -> None:
         for scheduled in planned.scheduled:
-            live = self._live.get(scheduled.request.request_id)
-            if live is not None:
-                live.phases.step_began(now)
+            row = self._live.get(scheduled.request.row)
+            if row is not None:
+                row.phases.step_began(now)
 
     def _execute(self) -> tuple[SchedulerOutput, _Computed]:
         """Schedule, compute, sample and read one step; in smaller pieces where memory does not suffice."""
         while True:
             planned = self.scheduler.schedule(self._budget.tokens)
             if self.on_step is not None:
-                self.on_step([s.request.request_id for s in planned.scheduled])
+                self.on_step(list(dict.fromkeys(s.request.row for s in planned.scheduled)))
             try:
                 logits = self.runner.execute(planned)
                 computed = self._sample(planned, logits, self._read(planned))
@@ -250,36 +214,30 @@ class EngineCore:
                 self._budget.ran_out(planned.total_tokens)
                 logger.warning("a step of %d tokens ran out of memory, halved", planned.total_tokens)
 
-    def partials(self) -> list[tuple[int, int, list[int]]]:
-        """Output tokens of live requests that were not reported before: (row, first index, ids)."""
-        news = []
-        for row, live in self._live.items():
-            ids = live.request.output_token_ids
-            if len(ids) > live.reported:
-                news.append((row, live.reported, ids[live.reported :]))
-                live.reported = len(ids)
-        return news
+    def partials(self) -> list[tuple[int, int, int, list[int]]]:
+        """Output tokens of live rows that were not reported before: (row, sample, first index, ids)."""
+        return [news for row in self._live.values() for news in row.news()]
 
     def drop_unstarted(self) -> None:
-        """Forget the requests that have not begun, so that only running ones go on."""
-        for row, live in list(self._live.items()):
-            if live.request.num_computed_tokens == 0 and live.request.num_preemptions == 0:
-                self._forget(row)
+        """Forget the rows that have not begun, so that only those go on that have."""
+        for ordinal, row in list(self._live.items()):
+            if row.phases.started is None:
+                self._forget(ordinal)
 
     def abort_all(self) -> None:
-        """Forget every request, running or waiting."""
-        for row in list(self._live):
-            self._forget(row)
+        """Forget every row, running or waiting."""
+        for ordinal in list(self._live):
+            self._forget(ordinal)
 
-    def fail(self, request_id: int, error: RowError) -> Output:
-        """End a request with an error; returns its output. Raises KeyError: it is not in flight."""
-        request = self._live[request_id].request
-        self._forget(request_id)
-        return self._refused(request, error)
+    def fail(self, row: int, error: RowError) -> Output:
+        """End a row with an error; returns its output. Raises KeyError: it is not in flight."""
+        first = self._live[row].first
+        self._forget(row)
+        return self._refused(first, error)
 
     def _forget(self, row: int) -> None:
-        self.scheduler.finish(row)
-        del self._live[row]
+        for live in self._live.pop(row).samples:
+            self.scheduler.finish(live.request.request_id)
 
     def close(self) -> None:
         """Give the memory of cache and weights back; the engine is unusable afterwards."""
@@ -299,40 +257,46 @@ class EngineCore:
         healthy = [s for s, ok in zip(samplers, finite, strict=True) if ok]
         if not all(finite):
             logits = logits[torch.tensor(finite)]
-        tokens = sample(logits, [self._sampling_row(s) for s in healthy]) if healthy else []
         bad = [(s.request, s.request.num_tokens) for s, ok in zip(samplers, finite, strict=True) if not ok]
         bad += [(r.request, r.nonfinite) for r in readings if r.nonfinite is not None]
-        return _Computed([s.request for s in healthy], tokens, readings, bad)
+        return _Computed(self._draw(logits, [s.request for s in healthy]), readings, bad)
+
+    def _draw(self, logits: torch.Tensor, requests: list[Request]) -> list[tuple[Request, _Drawn]]:
+        """Tokens for each request and its forks, from `(R, V)` logits of the R requests."""
+        source = [i for i, request in enumerate(requests) for _ in range(1 + request.num_forks)]
+        rows = [self._sampling_row(r, r.sample + i) for r in requests for i in range(1 + r.num_forks)]
+        tokens: _Drawn = []
+        if len(rows) == len(requests):
+            tokens = sample(logits, rows) if rows else []
+        else:
+            # As many rows at a time as there are, so that forks take no more memory than a copy of them.
+            for start in range(0, len(rows), len(requests)):
+                part = slice(start, start + len(requests))
+                tokens += sample(logits[torch.tensor(source[part])], rows[part])
+        drawn = iter(tokens)
+        return [(request, list(itertools.islice(drawn, 1 + request.num_forks))) for request in requests]
 
     def _finalize(self, planned: SchedulerOutput, computed: _Computed) -> list[Output]:
-        nonfinite = {request.request_id: (request, position) for request, position in computed.nonfinite}
-        outputs = [self._nonfinite(request, position) for request, position in nonfinite.values()]
-        drawn = list(zip(computed.requests, computed.tokens, strict=True))
-        tokens = {r.request_id: token for r, token in drawn if isinstance(token, int)}
-        self.scheduler.update(planned, tokens)
+        outputs = self._poisoned(computed.nonfinite)
+        own = {request.request_id: tokens[0] for request, tokens in computed.drawn}
+        self.scheduler.update(planned, {i: token for i, token in own.items() if isinstance(token, int)})
         now = time.monotonic()
         # Whoever shared blocks with a poisoned request was preempted, and what it was to get is dropped.
         for reading in computed.readings:
             if reading.request.state is RequestState.RUNNING:
                 outputs += self._caught(reading.request, self._take(reading))
-        for request, token in drawn:
-            if request.state is not RequestState.RUNNING:
-                continue
-            if isinstance(token, RowError):
-                outputs.append(self.fail(request.request_id, token))
-                continue
-            self.counters.sampled += 1
-            self._live[request.request_id].phases.has_token(now)
-            outputs += self._caught(request, self._check_stop(request))
+        for request, tokens in computed.drawn:
+            if request.state is RequestState.RUNNING:
+                outputs += self._caught(request, self._go_on(request, tokens, now))
         return outputs
 
     def _caught(self, request: Request, outputs: Iterator[Output]) -> list[Output]:
-        """The outputs of one request; whatever is raised on the way becomes its error."""
+        """The outputs of one request; whatever is raised on the way becomes an error of its row."""
         try:
             return list(outputs)
         except Exception as error:
-            logger.exception("what a step yielded for request %d failed", request.request_id)
-            return [self.fail(request.request_id, error_of_row(error))]
+            logger.exception("what a step yielded for row %d failed", request.row)
+            return [self.fail(request.row, error_of_row(error))]
 
     def _take(self, reading: Reading) -> Iterator[Output]:
         """Keep what was read; ends a request that does not generate once its prompt is through."""
@@ -343,24 +307,14 @@ class EngineCore:
             return
         self.scheduler.finish(request.request_id)
         if request.following:
-            live.past.append(request)
-            live.request = dataclasses.replace(request.following[0], following=request.following[1:])
-            self.scheduler.add(live.request, ahead=True)
-            return
-        output = self._result(live)
-        del self._live[request.request_id]
-        live.phases.describe(output, time.monotonic())
-        yield output
+            self.scheduler.add(live.follow(), ahead=True)
+        else:
+            yield self._result(live)
 
-    def _result(self, live: _Live) -> Output:
-        """The output of a request that does not generate."""
-        request, reader = live.request, live.reader
-        output = self._counts(request)
-        output.scores = reader.scores
-        for earlier in live.past:
-            output.prompt_tokens += len(earlier.prompt_token_ids)
-            output.cached_tokens += earlier.num_cached_tokens
-            output.preemptions += earlier.num_preemptions
+    def _result(self, live: LiveRow) -> Output:
+        """The output of a row that does not generate."""
+        request, reader = live.first, live.reader
+        output = self._ended(live)
         if request.task is Task.EMBED:
             output.embedding = reader.embedding()
         elif request.task is Task.CLASSIFY and self.labels is not None:
@@ -368,7 +322,7 @@ class EngineCore:
             output.classification = self.labels.classify(logits)
         return output
 
-    def _decoding(self, sampling: SamplingParams) -> _Decoding:
+    def _decoding(self, sampling: SamplingParams) -> Decoding:
         if sampling not in self._decodings:
             if len(self._decodings) >= MAX_DECODINGS:
                 self._decodings.clear()
@@ -376,65 +330,76 @@ class EngineCore:
             operations = operations_of(sampling, rules.stop_ids, self.tokenizer, self.vocab_size)
             marks = sampling.reasoning
             splitter = None if marks is None else ReasoningSplitter(marks, self.tokenizer)
-            self._decodings[sampling] = _Decoding(rules, operations, splitter)
+            self._decodings[sampling] = Decoding(rules, operations, splitter)
         return self._decodings[sampling]
 
-    def _sampling_row(self, scheduled: ScheduledRequest) -> SamplingRow:
-        request = scheduled.request
-        live = self._live[request.request_id]
+    def _sampling_row(self, request: Request, sample: int) -> SamplingRow:
+        row = self._live[request.row]
+        history = row.samples[sample].history
         return SamplingRow(
-            request.sampling, request.request_id, request.num_tokens, live.operations, live.history
+            request.sampling, request.row, sample, request.num_tokens, row.decoding.operations, history
         )
 
-    def _check_stop(self, request: Request) -> Iterator[Output]:
-        finished = self._live[request.request_id].checker.append(request.output_token_ids[-1])
-        if finished is not None:
-            self.scheduler.finish(request.request_id)
-            live = self._live.pop(request.request_id)
-            output = self._output(request, finished)
-            output.scores = live.reader.scores
-            live.phases.describe(output, time.monotonic())
-            yield output
+    def _go_on(self, request: Request, drawn: _Drawn, now: float) -> Iterator[Output]:
+        """Check the stop conditions of a request and of its forks, which begin here where they go on.
 
-    def _nonfinite(self, request: Request, position: int) -> Output:
-        """A row whose logits or hidden states are not finite is an error row; nothing of it may be shared."""
-        # What it took from the cache at first was computed, and found finite, by others.
-        self.scheduler.poison(request.request_id, request.num_cached_tokens)
-        del self._live[request.request_id]
-        what = "logits" if request.pooling is None else "hidden states"
-        return self._refused(
-            request,
-            RowError(
-                ErrorClass.NONFINITE,
-                f"the model's {what} at position {position} are not finite; "
-                "try model.dtype: float32 with engine.kv_cache_dtype: auto, or check the weights",
-            ),
-        )
+        Yields:
+            The row's output, if that was the last of its samples, or if it has failed.
+        """
+        row = self._live[request.row]
+        tokens = [token for token in drawn if isinstance(token, int)]
+        errors = [token for token in drawn if isinstance(token, RowError)]
+        if errors:
+            yield self.fail(request.row, errors[0])
+            return
+        self.counters.sampled += len(tokens)
+        row.phases.has_token(now)
+        mine = row.samples[request.sample :][: len(tokens)]
+        for live, token in zip(mine, tokens, strict=True):
+            live.append(token)
+        if request.num_forks:
+            self._fork(row, tokens)
+        for live in mine:
+            if live.finish is not None:
+                self.scheduler.finish(live.request.request_id)
+        if not row.unfinished:
+            yield self._ended(row)
+
+    def _fork(self, row: LiveRow, tokens: list[int]) -> None:
+        for live, token in zip(row.samples[1:], tokens[1:], strict=True):
+            live.request.output_token_ids.append(token)
+        forks = [live.request for live in row.samples[1:] if live.finish is None]
+        self.scheduler.fork(row.first.request_id, forks)
+
+    def _ended(self, row: LiveRow) -> Output:
+        """The output of a row that is done, and is forgotten now."""
+        del self._live[row.first.request_id]
+        output = row.output()
+        row.phases.describe(output, time.monotonic())
+        return output
+
+    def _poisoned(self, found: list[tuple[Request, int]]) -> list[Output]:
+        """Rows of which something is not finite are error rows; nothing of these requests may be shared."""
+        errors: dict[int, RowError] = {}
+        for request, position in found:
+            # What it took from the cache at first was computed, and found finite, by others.
+            self.scheduler.poison(request.request_id, request.num_cached_tokens)
+            errors[request.row] = _nonfinite(request, position)
+        return [self.fail(row, error) for row, error in errors.items()]
 
     def _refused(self, request: Request, error: RowError) -> Output:
         return Output(request.request_id, prompt_tokens=len(request.prompt_token_ids), error=error)
 
-    def _output(self, request: Request, finished: Finish) -> Output:
-        output = self._counts(request)
-        sample = Sample(finished.token_ids, finished.text, finished.reason, finished.stop_reason)
-        splitter = self._decoding(request.sampling).splitter
-        if splitter is not None:
-            sample.reasoning, sample.text = splitter.split(
-                request.prompt_token_ids, finished.token_ids, finished.text
-            )
-        output.samples = (sample,)
-        return output
 
-    def _counts(self, request: Request) -> Output:
-        return Output(
-            request_id=request.request_id,
-            prompt_tokens=len(request.prompt_token_ids),
-            completion_tokens=len(request.output_token_ids),
-            truncated_tokens=request.truncated_tokens,
-            cached_tokens=request.num_cached_tokens,
-            preemptions=request.num_preemptions,
-            control_tokens=request.control_tokens,
-        )
+def _nonfinite(request: Request, position: int) -> RowError:
+    what = "logits" if request.pooling is None else "hidden states"
+    # Which of several samples is found first, and where, depends on what else runs.
+    where = f" at position {position}" if request.sampling.n == 1 else ""
+    return RowError(
+        ErrorClass.NONFINITE,
+        f"the model's {what}{where} are not finite; "
+        "try model.dtype: float32 with engine.kv_cache_dtype: auto, or check the weights",
+    )
 
 
 def _ids(request: Request) -> Iterator[int]:
@@ -442,6 +407,7 @@ def _ids(request: Request) -> Iterator[int]:
     for one in (request, *request.following):
         yield from one.prompt_token_ids
         yield from one.output_token_ids
+        yield from itertools.chain(*one.fork_token_ids)
         yield from () if one.scoring is None else one.scoring.targets
 
 

@@ -44,6 +44,7 @@ class Isolation:
         self._scheduler = scheduler
         self._groups: deque[list[int]] = deque()
         self._lengths: dict[int, int] = {}
+        self._rows: dict[int, int] = {}
         self._guilty: dict[int, Exception] = {}
         self._passed = False
         self.active = False
@@ -71,6 +72,7 @@ class Isolation:
         if not self.active:
             self.active, self._passed = True, False
             self._lengths = {i: len(requests[i].output_token_ids) for i in ids}
+            self._rows = {i: requests[i].row for i in ids}
         if alone:
             self._guilty[ids[0]] = failure.error
             halves: list[list[int]] = []
@@ -88,7 +90,7 @@ class Isolation:
             self._groups.popleft()
 
     def settle(self, *, has_worked: bool) -> dict[int, RowError]:
-        """The errors of the requests that raise alone, once no group waits; all others run again.
+        """The errors of rows with a request that raises alone, once no group waits; all others run again.
 
         Args:
             has_worked: whether the engine has ever completed a step.
@@ -102,10 +104,10 @@ class Isolation:
             self._scheduler.release(request_id)
         self.active = False
         guilty, self._guilty = self._guilty, {}
-        suspects = len(self._lengths)
+        suspects = len(set(self._rows.values()))
         if guilty and not self._passed and (suspects > 1 or not has_worked):
             raise next(iter(guilty.values()))
-        return {request_id: error_of_row(error) for request_id, error in guilty.items()}
+        return {self._rows[request_id]: error_of_row(error) for request_id, error in guilty.items()}
 
 
 def is_of_a_row(error: Exception) -> bool:

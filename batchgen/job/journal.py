@@ -130,14 +130,17 @@ def unpack_result(payload: bytes) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class PartialRecord:
-    """Output token ids of an unfinished row, from index `start` of its output on."""
+    """Output token ids of an unfinished row's sample, from index `start` of its output on."""
 
     digest: bytes
     start: int
     ids: Sequence[int]
+    sample: int = 0
 
     def pack(self) -> bytes:
-        return _pack([self.digest, self.start, list(self.ids)])
+        values = [self.digest, self.start, list(self.ids)]
+        # Nearly every row has one sample.
+        return _pack([*values, self.sample] if self.sample else values)
 
     @classmethod
     def unpack(cls, payload: bytes) -> PartialRecord:

@@ -105,13 +105,14 @@ class LiveSegments:
     def _move(self, rows: Sequence[tuple[int, list[Location]]]) -> None:
         """Put all tokens of these rows that are on disk into the next commit.
 
-        Ahead of everything that waits for it, which goes on where they end. Each in one record: where that is
-        torn the old ones still hold.
+        Ahead of everything that waits for it, which goes on where they end. In one record for each sample:
+        where one is torn the old ones still hold.
         """
         with closing(JournalReader(self._folder, self._job_id)) as reader:
             for row, records in rows:
                 payloads = reader.payloads(Kind.PARTIAL, [(row, record) for record in records])
                 known = put_together(zip(payloads, records, strict=True))
                 if known is not None:
-                    self._journal.put_first([(Kind.PARTIAL, row, known.whole().pack())])
+                    whole = [(Kind.PARTIAL, row, record.pack()) for record in known.whole()]
+                    self._journal.put_first(whole)
                     self._moving.add(row)

@@ -36,28 +36,31 @@ class FoundResult:
 
 @dataclass(slots=True)
 class FoundPartial:
-    """A row's output token ids without a gap, so far, and the records that they were put together from."""
+    """The output token ids of a row's samples, so far, and the records that they were put together from.
+
+    No sample's ids have a gap.
+    """
 
     digest: bytes
-    ids: array[int]
+    samples: list[array[int]] = field(default_factory=list)
     records: list[Location] = field(default_factory=list)
 
-    @classmethod
-    def empty(cls, digest: bytes) -> FoundPartial:
-        """Of a row that is begun."""
-        return cls(digest, array("i"))
+    @property
+    def num_tokens(self) -> int:
+        """Of all samples."""
+        return sum(map(len, self.samples))
 
     def extended(self, partial: PartialRecord, location: Location) -> FoundPartial:
         """With one more record; after a gap it says nothing."""
-        known = self if self.digest == partial.digest else FoundPartial.empty(partial.digest)
-        if not extend_partial(known.ids, partial.start, partial.ids):
+        known = self if self.digest == partial.digest else FoundPartial(partial.digest)
+        if not extend_partial(known.samples, partial.sample, partial.start, partial.ids):
             return self
         known.records.append(location)
         return known
 
-    def whole(self) -> PartialRecord:
-        """One record that says the same."""
-        return PartialRecord(self.digest, 0, self.ids)
+    def whole(self) -> list[PartialRecord]:
+        """One record for each sample, which say the same."""
+        return [PartialRecord(self.digest, 0, ids, i) for i, ids in enumerate(self.samples) if ids]
 
 
 @dataclass(slots=True)
@@ -133,7 +136,7 @@ def _apply(found: Replay, epoch: int, record: Record) -> None:
             found.results[record.row] = FoundResult(epoch, record.location, result.digest, status, counted)
     elif record.kind == Kind.PARTIAL:
         partial = PartialRecord.unpack(record.payload)
-        before = found.partials.get(record.row) or FoundPartial.empty(partial.digest)
+        before = found.partials.get(record.row) or FoundPartial(partial.digest)
         now = before.extended(partial, record.location)
         if now.records:
             found.partials[record.row] = now
@@ -145,14 +148,15 @@ def put_together(records: Iterable[tuple[bytes | None, Location]]) -> FoundParti
     for payload, location in records:
         if payload is not None:
             partial = PartialRecord.unpack(payload)
-            known = (known or FoundPartial.empty(partial.digest)).extended(partial, location)
+            known = (known or FoundPartial(partial.digest)).extended(partial, location)
     return known if known is not None and known.records else None
 
 
-def extend_partial(known: array[int], start: int, ids: Sequence[int]) -> bool:
-    """Put `ids` at index `start` of what is known and end there; False, and no change, after a gap."""
-    if start > len(known):
+def extend_partial(known: list[array[int]], sample: int, start: int, ids: Sequence[int]) -> bool:
+    """Put `ids` at `start` of what is known of a sample and end there; False, and no change, after a gap."""
+    if start > (len(known[sample]) if sample < len(known) else 0):
         return False
-    del known[start:]
-    known.extend(ids)
+    known.extend(array("i") for _ in range(len(known), sample + 1))
+    del known[sample][start:]
+    known[sample].extend(ids)
     return True

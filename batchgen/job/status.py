@@ -135,7 +135,7 @@ def read_status(
     counts = _with_journal(in_parts, found, manifest)
     workers = [worker for attempt in attempts for worker in _workers(folder, attempt)]
     sampled = sum(worker.sampled for worker in workers)
-    kept = counts.completion_tokens + sum(len(partial.ids) for partial in found.partials.values())
+    kept = counts.completion_tokens + sum(partial.num_tokens for partial in found.partials.values())
     lease = read_lease(folder.lease)
     progress = read_progress(folder, last.number) if last is not None else None
     state, error = _state(folder, lease, last, clock, sleep), None

@@ -366,11 +366,11 @@ class Supervisor:
             self._begin_stop(str(error), error, drain=False)
 
     def _partials(self, worker: WorkerState, message: Mapping[str, Any]) -> None:
-        for row, start, ids in message["rows"]:
-            pending = worker.extend(row, start, ids)
+        for row, sample, start, ids in message["rows"]:
+            pending = worker.extend(row, sample, start, ids)
             if pending is not None and ids:
                 self._barren_deaths = 0
-                record = PartialRecord(pending.digest, start, ids)
+                record = PartialRecord(pending.digest, start, ids, sample)
                 self._job.journal.append(Kind.PARTIAL, row, record.pack())
         worker.sampled(message["sampled"])
         worker.passed(message["id"])

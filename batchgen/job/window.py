@@ -41,7 +41,7 @@ class Pending:
     Args:
         values: of the columns that the prompt needs, packed.
         digest: of the input record.
-        partial: output token ids that are known already.
+        partial: output token ids that are known already, of each sample; none of a new row.
         key: by what rows are ordered.
         priority: higher runs first.
         size: bytes that it takes, roughly.
@@ -50,13 +50,13 @@ class Pending:
     row: int
     values: bytes
     digest: bytes
-    partial: array[int] = field(default_factory=lambda: array("i"))
+    partial: list[array[int]] = field(default_factory=list)
     key: Any = None
     priority: int = 0
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.size = _ROW_BYTES + len(self.values) + 4 * len(self.partial)
+        self.size = _ROW_BYTES + len(self.values) + 4 * sum(map(len, self.partial))
 
 
 @dataclass(slots=True)
@@ -379,8 +379,8 @@ class Window:
         part.unanswered += 1
         packed = pack_prompt_values(row, self._columns)
         key = self._order(row.ordinal, (row.values.get(name) for name in self._columns), len(packed))
-        ids = partial.ids if partial is not None and partial.digest == row.digest else array("i")
-        return Pending(row.ordinal, packed, row.digest, ids, key, self._priority_of(row))
+        known = partial.samples if partial is not None and partial.digest == row.digest else []
+        return Pending(row.ordinal, packed, row.digest, known, key, self._priority_of(row))
 
     def _count(self, row: Row, status: str, usage: Sequence[int] | None) -> None:
         """Count a row that has its result from an earlier run."""

@@ -65,7 +65,8 @@ class WorkerState:
         for pending in rows:
             self.in_flight[pending.row] = pending
             self.in_flight_bytes += pending.size
-            message.append([pending.row, pending.values, list(pending.partial), pending.priority])
+            partial = [ids.tolist() for ids in pending.partial]
+            message.append([pending.row, pending.values, partial, pending.priority])
         if message:
             self.handle.send({"type": "rows", "rows": message})
 
@@ -100,10 +101,10 @@ class WorkerState:
             self.in_flight_bytes -= pending.size
         return pending
 
-    def extend(self, row: int, start: int, ids: list[int]) -> Pending | None:
+    def extend(self, row: int, sample: int, start: int, ids: list[int]) -> Pending | None:
         """Partial output has come; None for a row that this worker does not have, or after a gap."""
         pending = self.in_flight.get(row)
-        if pending is None or not extend_partial(pending.partial, start, ids):
+        if pending is None or not extend_partial(pending.partial, sample, start, ids):
             return None
         return pending
 

@@ -46,7 +46,7 @@ class RowSampling:
 
     def __init__(self, section: Mapping[str, Any], defaults: Mapping[str, Any], column: str | None) -> None:
         self._types = get_type_hints(SamplingParams)
-        for key in (_LIBRARY_ONLY, "reasoning"):
+        for key in (_LIBRARY_ONLY, "reasoning", "n"):
             del self._types[key]
         self._section = {key: value for key, value in section.items() if key not in _NOT_SAMPLING}
         self._defaults = defaults

@@ -23,12 +23,13 @@ from batchgen.types import ErrorClass, RowError, RowFailure, SamplingParams
 class SamplingRow:
     """What the sampler needs to know about one row of logits.
 
-    `position` is the index of the token to be drawn over prompt and output; `operations` are those of
-    `sampling`, and `history` is what they may ask.
+    `row` and `sample` tell whose token it is, `position` is its index over prompt and output; `operations`
+    are those of `sampling`, and `history` is what they may ask.
     """
 
     sampling: SamplingParams
-    request_id: int
+    row: int
+    sample: int
     position: int
     operations: tuple[Operation, ...] = ()
     history: TokenHistory | None = None
@@ -92,7 +93,7 @@ def _draw(logits: torch.Tensor, row: SamplingRow) -> int:
     probabilities = keep_min_p(probabilities, row.sampling.min_p)
     probabilities = keep_top_k(probabilities, row.sampling.top_k)
     probabilities = keep_top_p(probabilities, row.sampling.top_p)
-    noise = uniform(row.sampling.seed, row.request_id, 0, row.position)[0]
+    noise = uniform(row.sampling.seed, row.row, row.sample, row.position)[0]
     return inverse_cdf(probabilities.numpy(), float(noise))
 
 

@@ -9,6 +9,7 @@ everything after it. Used by the state machines and the fault tests.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -96,14 +97,17 @@ class Sim:
         priority: int = 0,
         salt: int = 0,
         needed: int | None = None,
+        forks: int = 0,
     ) -> Request | None:
         """A prompt that shares its first `shared` tokens with an earlier one; `None` if it was refused.
 
-        The logits after all its positions from `needed` on are read, as those of a task are.
+        The logits after all its positions from `needed` on are read, as those of a task are. When its known
+        tokens are computed, `forks` others go on from there, each with another token.
         """
         prompt = self.history[source % len(self.history)][:shared] + tail
         max_tokens = self._clip(max_tokens, prompt)
         request = Request(self._new_id(), prompt, SamplingParams(max_tokens=max_tokens), priority=priority)
+        request.num_forks = forks
         if needed is not None and needed < len(prompt):
             request.scoring = Scoring(needed, tuple(prompt[needed + 1 :]) or (0,))
         if salt:
@@ -215,7 +219,19 @@ class Sim:
         running = list(self.scheduler.running.values())
         if not running:
             return
-        parent = running[index % len(running)]
+        self._fork(running[index % len(running)], [token], extra)
+
+    def _fork(self, parent: Request, tokens: Sequence[int], extra: int) -> None:
+        children = [child for token in tokens if (child := self._child(parent, token, extra)) is not None]
+        self.scheduler.fork(parent.request_id, children)
+        executed["forks"] += len(children)
+        executed["forks that wait"] += sum(child.state is RequestState.PREEMPTED for child in children)
+        self.history.extend(
+            child.prompt_token_ids + self.expected[child.request_id].stream for child in children
+        )
+
+    def _child(self, parent: Request, token: int, extra: int) -> Request | None:
+        """Another continuation of what is computed of a request; `None` if it does not fit."""
         shared, start = parent.num_computed_tokens, len(parent.prompt_token_ids)
         outputs = [*parent.tokens(start, shared), token] if shared >= start else []
         prompt = parent.prompt_token_ids if outputs else [*parent.tokens(0, shared), token]
@@ -223,22 +239,23 @@ class Sim:
         sampling = SamplingParams(max_tokens=max_tokens)
         child = Request(self._new_id(), prompt, sampling, outputs, parent.priority, parent.cache_keys)
         self._expect(child, max_tokens, parent.cache_keys[0][1][1] if parent.cache_keys else 0)
-        try:
-            self.scheduler.fork(parent.request_id, child)
-        except RowFailure:
-            assert not self._fits(child), "refused although it fits"
-            del self.expected[child.request_id]
-            return
-        executed["forks"] += 1
-        self.history.append(prompt + self.expected[child.request_id].stream)
+        if self._fits(child):
+            return child
+        del self.expected[child.request_id]
+        with contextlib.suppress(RowFailure):
+            self.scheduler.fork(parent.request_id, [child])
+            raise AssertionError("taken although it can never fit")
+        return None
 
     def drain(self) -> None:
         """Run to the end, which must come within a bound and leave nothing behind."""
-        tokens = sum(len(e.digests) for e in self.expected.values())
-        bound = self.steps + 100 + 4 * tokens * (1 + len(self.expected))
+        forks = sum(e.request.num_forks for e in self.expected.values())
+        # A fork has at most 4 tokens more than what it goes on from.
+        tokens = sum((len(e.digests) + 4) * (1 + e.request.num_forks) for e in self.expected.values())
+        bound = self.steps + 100 + 4 * tokens * (1 + len(self.expected) + forks)
         while self.scheduler.has_unfinished:
             assert self.steps < bound, "no end in sight"
-            self.step()
+            assert self.step().scheduled, "nothing runs"
         assert not self.expected, f"{list(self.expected)} were lost"
         assert not self.scheduler.schedule().scheduled
         self.scheduler.check()
@@ -336,6 +353,10 @@ class Sim:
             request, stop = scheduled.request, scheduled.start + scheduled.num_tokens
             if request.state is RequestState.RUNNING:
                 request.num_read += len(request.reads(scheduled.start, stop))
+        for scheduled in output.scheduled:
+            request = scheduled.request
+            if request.num_forks and request.state is RequestState.RUNNING and scheduled.samples:
+                self._fork(request, range(request.num_forks), extra=4)
             expected = self.expected.get(scheduled.request.request_id)
             if expected is None:
                 continue
@@ -477,6 +498,7 @@ def _random_action(sim: Sim, rng: random.Random, kind: str) -> None:
             resumed=rng.choice([0, 0, 3]),
             priority=rng.choice([0, 0, 1]),
             salt=rng.choice([0, 0, 1]),
+            forks=rng.choice([0, 0, 0, 2, 5]),
         )
     elif kind == "abort":
         sim.abort(rng.randrange(8))

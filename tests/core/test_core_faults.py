@@ -121,7 +121,7 @@ def failed_step_keeps_admissions(patch):
 def failed_step_keeps_progress(patch):
     def rollback(self, output):
         step = self._end_step(output)
-        self.manager.unregister(step.named)
+        self.manager.unregister(step.named if step else [])
 
     patch.setattr(Scheduler, "rollback", rollback)
 

@@ -215,7 +215,7 @@ def test_debug_checks_follow_every_call(monkeypatch):
     failed = scheduler.schedule()
     scheduler.rollback(failed)
     scheduler.update(scheduler.schedule(), {0: 1})
-    scheduler.fork(0, row(1, 6, output_token_ids=[5]))
+    scheduler.fork(0, [row(1, 6, output_token_ids=[5])])
     scheduler.finish(1)
     scheduler.poison(0)
     assert len(calls) == 8
@@ -443,7 +443,7 @@ def forked(**config):
     scheduler.add(row(0, 6, max_tokens=3))
     run(scheduler)
     child = row(1, 6, max_tokens=3, output_token_ids=[5])
-    scheduler.fork(0, child)
+    scheduler.fork(0, [child])
     return scheduler, child
 
 
@@ -476,9 +476,46 @@ def test_the_block_for_a_copy_is_not_given_to_others():
 def test_a_fork_without_room_waits_in_front():
     scheduler, _ = forked(num_blocks=4)
     scheduler.add(other(2, 4))
-    scheduler.fork(0, row(3, 6, max_tokens=3, output_token_ids=[6]))
+    scheduler.fork(0, [row(3, 6, max_tokens=3, output_token_ids=[6])])
     assert [r.request_id for r in scheduler.waiting] == [3, 2]
     assert run(scheduler) == [(0, 6, 1, True), (1, 6, 1, True)]
+
+
+def test_places_and_blocks_are_kept_for_forks_to_come():
+    scheduler = make(num_blocks=12, seqs=4)
+    scheduler.add(row(0, 6, max_tokens=3, num_forks=2))
+    scheduler.add(other(1, 4, num_forks=1))
+    scheduler.add(other(2, 4))
+    assert run(scheduler) == [(0, 0, 6, True)]
+    children = [row(i, 6, max_tokens=3, output_token_ids=[i]) for i in (3, 4)]
+    scheduler.fork(0, children)
+    assert scheduler.num_running == 3
+    # The next in line would need two places.
+    assert [entry[0] for entry in run(scheduler)] == [0, 3, 4]
+    scheduler.finish(0)
+    assert [entry[0] for entry in run(scheduler)] == [3, 4, 1]
+
+
+def test_blocks_for_forks_to_come_are_not_given_to_others():
+    scheduler = make(num_blocks=5, seqs=8)
+    scheduler.add(row(0, 6, max_tokens=3, num_forks=2))
+    scheduler.add(other(1, 4))
+    assert [entry[0] for entry in run(scheduler)] == [0]
+
+
+def test_a_row_with_more_samples_than_places_runs_alone():
+    scheduler = make(num_blocks=20, seqs=2)
+    scheduler.add(other(1, 4))
+    scheduler.add(row(0, 6, max_tokens=3, num_forks=3))
+    assert [entry[0] for entry in run(scheduler)] == [1]
+    assert [entry[0] for entry in run(scheduler)] == [1]
+    scheduler.finish(1)
+    assert [entry[0] for entry in run(scheduler)] == [0]
+    children = [row(i, 6, max_tokens=3, output_token_ids=[i]) for i in (2, 3, 4)]
+    scheduler.fork(0, children)
+    assert list(scheduler.running) == [0, 2]
+    assert [request.request_id for request in scheduler.waiting] == [3, 4]
+    assert scheduler.stats.prompt_tokens == 4 + 6
 
 
 def test_a_victim_of_the_same_step_takes_its_copy_back():
@@ -488,7 +525,7 @@ def test_a_victim_of_the_same_step_takes_its_copy_back():
     run(scheduler)
     scheduler.add(other(1, 8, priority=1, max_tokens=4))
     run(scheduler)
-    scheduler.fork(0, row(2, [*range(6), 9], max_tokens=3, output_token_ids=[5]))
+    scheduler.fork(0, [row(2, [*range(6), 9], max_tokens=3, output_token_ids=[5])])
     for i in (0, 1):
         scheduler.running[i] = scheduler.running.pop(i)
     output = scheduler.schedule()
@@ -519,7 +556,7 @@ def test_a_fork_must_continue_its_parent(parent, child):
     scheduler.add(row(0, 6))
     run(scheduler)
     with pytest.raises(ValueError, match="request"):
-        scheduler.fork(parent, child)
+        scheduler.fork(parent, [child])
     scheduler.check()
 
 

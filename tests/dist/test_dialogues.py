@@ -84,7 +84,7 @@ class Talk:
     def send(self, rows: dict[int, list[str]], partial: dict[int, list[int]] | None = None) -> None:
         given = partial or {}
         self.streams |= {row: list(given.get(row, [])) for row in rows}
-        message = [[row, pack({"turns": turns}), given.get(row, []), 0] for row, turns in rows.items()]
+        message = [[row, pack({"turns": turns}), [given.get(row, [])], 0] for row, turns in rows.items()]
         self._ours.send({"type": "rows", "rows": message})
 
     def until(self, results: int, checkpoints: bool = False) -> dict[int, dict[str, Any]]:
@@ -98,7 +98,8 @@ class Talk:
     def _take(self) -> dict[str, Any]:
         message = self._ours.receive()
         if message["type"] == "partials":
-            for row, first, ids in message["rows"]:
+            for row, sample, first, ids in message["rows"]:
+                assert sample == 0
                 assert first == len(self.streams[row])
                 self.streams[row] += ids
         elif message["type"] == "results":

@@ -111,14 +111,15 @@ def test_partials_resume_to_the_same_text(start: Any) -> None:
     told: dict[int, list[int]] = {0: [], 1: [], 2: []}
     while not all(told.values()):
         talk.handle.send({"type": "checkpoint", "id": 1})
-        for row, first, ids in talk.next("partials")["rows"]:
+        for row, sample, first, ids in talk.next("partials")["rows"]:
+            assert sample == 0
             assert first == len(told[row])
             told[row] += ids
     whole = talk.results(3)
     talk.handle.kill()
     again = start(**long, pinned=ready["pinned"])
     again.next("ready")
-    resumed = [[i, pack({"prompt": TEXTS[i]}), told[i], 0] for i in range(3)]
+    resumed = [[i, pack({"prompt": TEXTS[i]}), [told[i]], 0] for i in range(3)]
     again.handle.send({"type": "rows", "rows": resumed})
     assert again.results(3) == whole
 

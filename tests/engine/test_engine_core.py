@@ -85,7 +85,7 @@ def test_a_row_that_is_not_finite_is_an_error_and_takes_no_other_with_it(
     def poisoned(output: SchedulerOutput) -> torch.Tensor:
         logits = execute(output).clone()
         samplers = [s.request.request_id for s in output.scheduled if s.samples]
-        if 2 in samplers and len(engine.core._live[2].request.output_token_ids) == 3:
+        if 2 in samplers and len(engine.core._live[2].first.output_token_ids) == 3:
             logits[samplers.index(2), 7] = torch.nan
         return logits
 
@@ -150,7 +150,7 @@ def test_a_fault_in_the_sampling_of_a_row_is_its_own(folder: Path, monkeypatch: 
     real = core_module.sample
 
     def picky(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
-        if any(row.request_id == 2 for row in rows):
+        if any(row.row == 2 for row in rows):
             raise ValueError("no such distribution")
         return real(logits, rows)
 
@@ -195,7 +195,7 @@ def test_partials_are_reported_once_and_in_order(folder: Path) -> None:
     done = {}
     for step in range(1000):
         if step % 3 == 0:
-            for row, start, ids in engine.core.partials():
+            for row, _, start, ids in engine.core.partials():
                 assert start == len(told[row])
                 told[row] += ids
         for output in engine.core.step():

@@ -174,7 +174,7 @@ class CrashMachine(FolderMachine):
                 self.results[row] = {texts.get(row)}
                 if row not in texts:
                     found = owner.found.partials.get(row)
-                    tokens = () if found is None else tuple(found.ids)
+                    tokens = () if found is None else tuple(found.samples[0])
                     assert tokens in self.tokens[row]
                     self.tokens[row] = {tokens}
         assert list(self.root.rglob(".tmp-*")) == []

@@ -190,7 +190,14 @@ def test_a_renamed_segment_or_another_job_counts_for_nothing(tmp_path: Path) -> 
 
 
 def ids_of(folder: Path) -> dict[int, list[int]]:
-    return {row: list(p.ids) for row, p in replay(folder, JOB, sizes(folder), 100, {}).partials.items()}
+    found = samples_of(folder)
+    assert all(len(samples) == 1 for samples in found.values())
+    return {row: ids for row, (ids,) in found.items()}
+
+
+def samples_of(folder: Path) -> dict[int, list[list[int]]]:
+    partials = replay(folder, JOB, sizes(folder), 100, {}).partials
+    return {row: [ids.tolist() for ids in found.samples] for row, found in partials.items()}
 
 
 def test_partials_are_joined_without_gaps(tmp_path: Path) -> None:
@@ -213,6 +220,22 @@ def test_a_later_writer_continues_where_it_resumed(tmp_path: Path) -> None:
     second.append(Kind.PARTIAL, 1, partial(2, [30]))
     second.commit()
     assert ids_of(tmp_path) == {1: [1, 2, 30]}
+
+
+def test_partials_of_samples_are_kept_apart(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, JOB, 1)
+    for sample, start, ids in [
+        (0, 0, [1]),
+        (2, 0, [3]),
+        (0, 1, [4]),
+        (2, 1, [5, 6]),
+        (1, 1, [9]),
+        (2, 2, [7]),
+    ]:
+        writer.append(Kind.PARTIAL, 1, PartialRecord(b"d" * 16, start, ids, sample).pack())
+    writer.append(Kind.PARTIAL, 2, PartialRecord(b"d" * 16, 1, [1], 5).pack())
+    writer.commit()
+    assert samples_of(tmp_path) == {1: [[1, 4], [], [3, 5, 7]]}
 
 
 def test_partials_of_another_content_do_not_mix(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ class Run:
     def replay(self, accepted: dict[str, int]) -> Replay:
         return replay(self.folder, JOB, accepted, PART_ROWS, self.final)
 
-    def tokens(self, row: int, start: int, ids: list[int]) -> None:
-        self.journal.append(Kind.PARTIAL, row, PartialRecord(DIGEST, start, ids).pack())
+    def tokens(self, row: int, start: int, ids: list[int], sample: int = 0) -> None:
+        self.journal.append(Kind.PARTIAL, row, PartialRecord(DIGEST, start, ids, sample).pack())
 
     def commit(self) -> None:
         self.live.note(self.journal.commit())
@@ -53,20 +53,26 @@ def folder(tmp_path: Path) -> JobFolder:
     return made
 
 
+def samples_of(found: Replay) -> list[list[int]]:
+    """Tokens of row 0."""
+    return [ids.tolist() for ids in found.partials[0].samples]
+
+
 def test_a_row_of_very_many_tokens_keeps_few_segments(folder: JobFolder) -> None:
-    """Row 0 runs on while a hundred parts come and go."""
+    """Row 0 runs on, all its samples, while a hundred parts come and go."""
     run = Run(folder)
     for part in range(1, 101):
         for row in range(part * PART_ROWS, part * PART_ROWS + PART_ROWS):
             run.journal.append(Kind.RESULT, row, RESULT)
-        run.tokens(0, part - 1, [part])
+        for sample in (0, 2):
+            run.tokens(0, part - 1, [part + sample], sample)
         run.commit()
         run.final.add(part)
         run.drop()
         assert len(run.segments()) <= 3
     run.journal.close()
     again = Run(folder)
-    assert list(again.found.partials[0].ids) == list(range(1, 101))
+    assert samples_of(again.found) == [list(range(1, 101)), [], list(range(3, 103))]
 
 
 def test_results_of_open_parts_keep_their_segment(folder: JobFolder) -> None:
@@ -96,7 +102,7 @@ def test_an_owner_that_wakes_after_a_takeover_removes_nothing(folder: JobFolder)
     with pytest.raises(OwnershipError):
         frozen.drop()
     assert frozen.segments() == segments
-    assert list(frozen.replay(claim.accepted).partials[0].ids) == list(range(400))
+    assert samples_of(frozen.replay(claim.accepted)) == [list(range(400))]
 
 
 def test_tokens_of_rows_that_parts_have_anyway_keep_nothing(folder: JobFolder) -> None:

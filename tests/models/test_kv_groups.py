@@ -155,7 +155,7 @@ def test_forks_copy_their_partial_block_in_every_group(sparse: Engine) -> None:
     step()
     first = scheduler.requests[0].output_token_ids[0]
     child = Request(1, list(prompt), SamplingParams(max_tokens=40), [(first + 1) % 256])
-    scheduler.fork(0, child)
+    scheduler.fork(0, [child])
     for _ in range(30):
         step()
     assert num_copies == 6

@@ -153,7 +153,7 @@ def all_of_them(seed: int, prompt: list[int], output: list[int]) -> torch.Tensor
             logits_processors=(lambda ids, logits: logits * (1 + len(ids)),),
         ),
     )
-    row = SamplingRow(SamplingParams(), 0, 9, operations, TokenHistory(prompt, output))
+    row = SamplingRow(SamplingParams(), 0, 0, 9, operations, TokenHistory(prompt, output))
     return processed(logits_of(seed), row)
 
 
@@ -175,14 +175,14 @@ def in_order(seed: int, prompt: list[int], output: list[int]) -> torch.Tensor:
 def test_bias_comes_before_the_penalty_of_repetition() -> None:
     """The sign that decides how it is applied is that of the biased logits."""
     row = SamplingRow(
-        SamplingParams(), 0, 1, made(logit_bias={0: 3.0}, repetition_penalty=2.0), TokenHistory([0], [])
+        SamplingParams(), 0, 0, 1, made(logit_bias={0: 3.0}, repetition_penalty=2.0), TokenHistory([0], [])
     )
     assert processed(torch.tensor([-1.0, 0.0]), row)[0] == 1.0
 
 
 def test_operations_leave_the_logits_of_the_model_alone() -> None:
     logits = logits_of(1)
-    row = SamplingRow(SamplingParams(), 0, 1, made(logit_bias={0: 3.0}), TokenHistory([0], []))
+    row = SamplingRow(SamplingParams(), 0, 0, 1, made(logit_bias={0: 3.0}), TokenHistory([0], []))
     assert not torch.equal(processed(logits, row), logits)
     assert torch.equal(logits, logits_of(1))
 
@@ -195,7 +195,7 @@ def test_a_row_without_operations_has_none() -> None:
 def test_a_row_for_which_no_token_is_left_is_an_error_and_no_other() -> None:
     stuck = made(allowed_token_ids=(3,), min_tokens=2)
     rows = [
-        SamplingRow(SamplingParams(temperature=t), i, 5, stuck, TokenHistory([0], [1] * i))
+        SamplingRow(SamplingParams(temperature=t), i, 0, 5, stuck, TokenHistory([0], [1] * i))
         for i, t in ((0, 0.0), (1, 1.0), (2, 0.0))
     ]
     first, second, third = sample(torch.zeros(3, VOCAB), rows)
@@ -224,7 +224,7 @@ def broken(ids: list[int], logits: torch.Tensor) -> Any:
 def test_a_function_of_the_callers_that_fails_ends_its_row(process: Any, said: str) -> None:
     operations = made(logits_processors=(process,))
     (error,) = sample(
-        torch.zeros(1, VOCAB), [SamplingRow(SamplingParams(), 0, 1, operations, TokenHistory([0], []))]
+        torch.zeros(1, VOCAB), [SamplingRow(SamplingParams(), 0, 0, 1, operations, TokenHistory([0], []))]
     )
     assert isinstance(error, RowError)
     assert error.error_class is ErrorClass.INVALID_PARAM
@@ -281,7 +281,7 @@ def test_draws_follow_the_exact_distribution(case: dict[str, Any]) -> None:
     prompt, output = [1, 2, 2], [4, 4, 6]
     params = SamplingParams(**case)
     operations = operations_of(params, STOPS, NO_TOKENIZER, VOCAB)
-    rows = [SamplingRow(params, i, 6, operations, TokenHistory(prompt, output)) for i in range(SAMPLES)]
+    rows = [SamplingRow(params, i, 0, 6, operations, TokenHistory(prompt, output)) for i in range(SAMPLES)]
     drawn = sample(logits.repeat(SAMPLES, 1), rows)
     counts = np.bincount([token for token in drawn if isinstance(token, int)], minlength=VOCAB)
     exact = distribution(logits, prompt, output, params)

@@ -75,7 +75,7 @@ def test_draws_follow_the_distribution() -> None:
     params = SamplingParams(temperature=temperature)
     counts = np.zeros(4)
     for start in range(0, n, 1000):
-        rows = [SamplingRow(params, row, 5) for row in range(start, start + 1000)]
+        rows = [SamplingRow(params, row, 0, 5) for row in range(start, start + 1000)]
         for token in sample(logits.repeat(1000, 1), rows):
             counts[token] += 1
     exact = torch.softmax(logits / temperature, -1).numpy()
@@ -112,7 +112,7 @@ def test_a_row_draws_the_same_alone_and_among_others(seed: int, t: float, top_p:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(7, 64, generator=generator)
     params = SamplingParams(temperature=t, top_p=top_p, top_k=top_k, seed=seed)
-    rows = [SamplingRow(params, i, 3 + i) for i in range(7)]
+    rows = [SamplingRow(params, i, 0, 3 + i) for i in range(7)]
     together = sample(logits.clone(), rows)
     alone = [sample(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(7)]
     assert together == alone
