@@ -166,6 +166,20 @@ def test_forks_copy_their_partial_block_in_every_group(sparse: Engine) -> None:
         scheduler.finish(row)
 
 
+def test_samples_of_a_row_do_not_depend_on_the_pool(sparse: Engine) -> None:
+    """Three samples a row: forked side by side in a roomy pool, squeezed and preempted in a small one."""
+    params = SamplingParams(n=3, temperature=0.9, max_tokens=12, ignore_eos=True)
+    seen, preemptions = [], 0
+    for pool in (1200, 176):
+        driven = reschedule(sparse, pool, max_num_batched_tokens=48, max_num_seqs=6)
+        outputs = run(driven, make_prompts()[:4], params)
+        seen.append([[sample.token_ids for sample in output.samples] for output in outputs])
+        preemptions = driven.core.scheduler.stats.preemptions
+    assert seen[0] == seen[1]
+    assert all(len(set(map(tuple, samples))) == 3 for samples in seen[0])
+    assert preemptions > 0
+
+
 @pytest.mark.parametrize("attention", ["cpu", "reference"])
 def test_nothing_is_read_of_blocks_that_were_given_back(attention: str, tmp_path: Path) -> None:
     """All that nobody holds or could hit is NaN, the null block included."""
