@@ -136,6 +136,7 @@ def _plan(spec: JobSpec, found: Prepared, report: Report, sample: int | None) ->
             folder=folder,
             max_model_len=longest,
             overflow=spec.prompt.overflow,
+            dialogues=spec.sampling.turns is not None,
             bytes_free=shutil.disk_usage(existing).free,
             min_free_disk=spec.run.min_free_disk,
         )
@@ -151,7 +152,8 @@ def _tokenizing(
 
     sampling = RowSampling(spec.sampling.model_dump(), {}, renderer.spec.per_row)
     cut = spec.prompt.overflow.startswith("truncate")
-    counter = TokenCounter(renderer, sampling.of_row, longest, cut=cut)
+    dialogues = renderer.spec.turns is not None
+    counter = TokenCounter(renderer, sampling.of_row, longest, cut=cut, dialogues=dialogues)
     return counter, Everything(counter.take) if sample is None else Sample(sample, counter.take)
 
 
@@ -264,6 +266,9 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
     about = "" if rows["exact"] else "about "
     yield f"rows      {about}{_number(rows['total'])}; {rows['read']:,} read, {rows['tokenized']:,} tokenized"
     about = "" if tokens["exact"] else "about "
+    if tokens["prompt_at_least"]:
+        # Later turns hold the answers before them, which nobody knows yet.
+        about += "at least "
     lengths = tokens["prompt_lengths"]
     yield (
         f"prompts   {about}{_number(tokens['prompt'])} tokens in all; a row has "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os.path
+import re
 from pathlib import Path
 
 from batchgen.data.urls import is_url, protocol
@@ -10,6 +11,8 @@ from batchgen.job.document import Document
 from batchgen.job.faults import KeyPath, show_value
 from batchgen.job.object_store import PROTOCOLS
 from batchgen.job.spec import InputSpec, ModelSpec, OutputSpec, PromptSection, Section
+
+_TEMPLATE_NAME = re.compile(r"[\w-]{1,64}")
 
 
 def resolve_paths(document: Document, sections: dict[str, Section]) -> None:
@@ -82,10 +85,16 @@ def _maybe_local(text: str | None, base: Path) -> str | None:
 
 
 def _template(document: Document, text: str) -> str:
-    """The template's text: as given where it has a brace or a line break, else read from that file."""
+    """The template's text: as given where it has a brace or a line break, else read from that file.
+
+    Where there is no such file it may be the name of one of the tokenizer's own templates, which is not known
+    here.
+    """
     if "{" in text or "\n" in text:
         return text
     file = Path(_absolute(text, document.folder(("prompt", "chat_template"))))
+    if _TEMPLATE_NAME.fullmatch(text) and not file.exists():
+        return text
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -93,6 +102,6 @@ def _template(document: Document, text: str) -> str:
         document.fault(
             ("prompt", "chat_template"),
             f"prompt.chat_template: the file {show_value(text)} cannot be read ({why}); "
-            "give a readable file or the template itself",
+            "give a readable file, the template itself, or the name of one of the tokenizer's own",
         )
         return text

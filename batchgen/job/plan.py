@@ -39,6 +39,7 @@ class Outlook:
         folder: the output folder; None where it holds no job.
         max_model_len: None where it is not known without the weights.
         overflow: `prompt.overflow`.
+        dialogues: whether prompts hold answers, which are counted as empty.
         bytes_free: on the output's disk.
         min_free_disk: bytes that must stay free.
     """
@@ -51,6 +52,7 @@ class Outlook:
     folder: FolderOutlook | None
     max_model_len: int | None
     overflow: str
+    dialogues: bool
     bytes_free: int
     min_free_disk: int
 
@@ -110,6 +112,7 @@ def _tokens(outlook: Outlook, rows: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "exact": outlook.full and scan.ended,
         "prompt": None if scale is None else round(tokens.prompt_tokens * scale),
+        "prompt_at_least": outlook.dialogues,
         "output_at_most": None if scale is None else round(tokens.output_room * scale),
         "output_expected": None if scale is None or mean is None else round(mean * tokens.runnable * scale),
         "prompt_lengths": tokens.lengths.describe(),

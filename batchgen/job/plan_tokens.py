@@ -40,6 +40,15 @@ class Renderer(Protocol):
         max_model_len: int,
         sampling: Sequence[SamplingParams] | None = None,
     ) -> Sequence[Any]: ...
+    def user_turns(self, columns: Mapping[str, Any]) -> list[str]: ...
+    def prepare_turn(
+        self,
+        row: int,
+        columns: Mapping[str, Any],
+        answers: Sequence[str],
+        max_model_len: int,
+        sampling: SamplingParams,
+    ) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -79,6 +88,8 @@ class TokenCounter:
         sampling_of: from the columns of a row to its sampling; raises RowFailure.
         max_model_len: of the model; None where it is not known.
         cut: whether prompts that are too long are cut to fit; else they do not run.
+        dialogues: whether rows have several user turns. Each is a prompt, which is counted as if the answers
+            before it were empty; so prompt tokens are the fewest that there can be.
     """
 
     def __init__(
@@ -88,11 +99,13 @@ class TokenCounter:
         max_model_len: int | None,
         *,
         cut: bool = False,
+        dialogues: bool = False,
     ) -> None:
         self._renderer = renderer
         self._sampling_of = sampling_of
         self._max_model_len = _NO_LIMIT if max_model_len is None else max_model_len
         self._cut = cut
+        self._dialogues = dialogues
         self._blocks: set[bytes] = set()
         self.scan = TokenScan()
 
@@ -109,33 +122,46 @@ class TokenCounter:
         # Whatever the job does with prompts that are too long must not happen here: they are counted.
         prepared = self._renderer.prepare_batch(rows, _NO_LIMIT, [sampling for _, sampling in good])
         lengths = []
-        for (prompt, sampling), result in zip(good, prepared, strict=True):
-            if isinstance(result, RowError):
-                self._fail(prompt, result)
-            else:
-                lengths.append(len(result.token_ids))
-                self._count(prompt[0], result, sampling.max_tokens)
+        for (prompt, sampling), first in zip(good, prepared, strict=True):
+            turns = [first, *self._later_turns(prompt, first, sampling)]
+            failed = next((turn for turn in turns if isinstance(turn, RowError)), None)
+            if failed is not None:
+                self._fail(prompt, failed)
+                continue
+            lengths.append(len(turns[-1].token_ids))
+            self._count(prompt[0], turns, sampling.max_tokens)
         self.scan.lengths.add(lengths)
+
+    def _later_turns(self, prompt: Prompt, first: Prepared | RowError, sampling: SamplingParams) -> list[Any]:
+        if not self._dialogues or isinstance(first, RowError):
+            return []
+        row, _, columns = prompt
+        return [
+            self._renderer.prepare_turn(row, columns, [""] * answered, _NO_LIMIT, sampling)
+            for answered in range(1, len(self._renderer.user_turns(columns)))
+        ]
 
     def _fail(self, prompt: Prompt, error: RowError) -> None:
         group = self.scan.errors.setdefault(error.error_class.value, ErrorGroup())
         group.add(prompt[0], prompt[1], error.message)
 
-    def _count(self, row: int, prepared: Prepared, max_tokens: int) -> None:
-        scan, length = self.scan, len(prepared.token_ids)
-        scan.control_rows += prepared.control_tokens > 0
-        scan.control_tokens += prepared.control_tokens
-        if length >= self._max_model_len:
+    def _count(self, row: int, turns: Sequence[Prepared], max_tokens: int) -> None:
+        scan, longest = self.scan, max(len(turn.token_ids) for turn in turns)
+        # The last turn's prompt holds the text of all.
+        scan.control_rows += turns[-1].control_tokens > 0
+        scan.control_tokens += turns[-1].control_tokens
+        if longest >= self._max_model_len:
             scan.too_long += 1
             if len(scan.too_long_examples) < EXAMPLES:
-                scan.too_long_examples.append((row, length))
+                scan.too_long_examples.append((row, longest))
             if not self._cut:
                 return
-            length = self._max_model_len - 1
         scan.runnable += 1
-        scan.prompt_tokens += length
-        scan.output_room += min(max_tokens, self._max_model_len - length)
-        scan.shared_tokens += self._shared(prepared.token_ids[:length])
+        for turn in turns:
+            length = min(len(turn.token_ids), self._max_model_len - 1)
+            scan.prompt_tokens += length
+            scan.output_room += min(max_tokens, self._max_model_len - length)
+            scan.shared_tokens += self._shared(turn.token_ids[:length])
 
     def _shared(self, ids: list[int]) -> int:
         """Tokens of the longest beginning, in whole blocks, that an earlier prompt has as well."""

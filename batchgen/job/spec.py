@@ -227,7 +227,9 @@ class PromptSection(Section):
     system: Annotated[str | None, Rule("null or a text")] = None
     user: Annotated[Text | None, Rule("null or a template")] = None
     assistant_prefix: Annotated[Text | None, Rule("null or a text")] = None
-    chat_template: Annotated[Text | None, Rule("null, a file, or a template")] = None
+    chat_template: Annotated[
+        Text | None, Rule("null, a file, a template, or the name of one of the tokenizer's")
+    ] = None
     chat_template_kwargs: Annotated[
         dict[str, Any], AfterValidator(_portable), Rule("a map of names to values that JSON knows")
     ] = Field(default_factory=dict)

@@ -258,9 +258,11 @@ def _with_journal(in_parts: Counts, found: Replay, manifest: Manifest) -> Counts
     counts = Counts()
     counts.add(in_parts)
     selection = Selection.of(manifest.rows, manifest.limit)
-    for row, result in found.results.items():
-        if selection.may_hold(row, has_where=manifest.has_where):
-            counts.count(result.status, result.usage)
+    held = [row for row in sorted(found.results) if selection.may_hold(row, has_where=manifest.has_where)]
+    # Which rows `where` selects is known only of those that have run; of them the limit takes the first.
+    most = None if selection.limit is None else max(0, selection.limit - counts.rows)
+    for row in held[:most]:
+        counts.count(found.results[row].status, found.results[row].usage)
     return counts
 
 

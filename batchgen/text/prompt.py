@@ -167,13 +167,13 @@ class PromptRenderer:
         """Everything for which no row could be rendered."""
         if self.spec.mode != "chat":
             return
-        if self._chat_source is None:
-            yield UsageError(
-                "prompt.mode: this tokenizer has no chat template, as is usual for base models; "
-                "set prompt.mode: completion, or give prompt.chat_template"
-            )
-            return
         try:
+            if self._chat_source is None:
+                yield UsageError(
+                    "prompt.mode: this tokenizer has no chat template, as is usual for base models; "
+                    "set prompt.mode: completion, or give prompt.chat_template"
+                )
+                return
             template = self._chat
         except UsageError as error:
             yield error

@@ -203,9 +203,21 @@ class Tokenizer:
         Args:
             template: the job's own, or the name of one of several that the tokenizer has.
             with_tools: whether tools are given: some tokenizers have a template of their own for that.
+
+        Raises:
+            UsageError: no template of the tokenizer has this name.
         """
         if template is None and not self.hf.chat_template:
             return None
+        named = self.hf.chat_template if isinstance(self.hf.chat_template, Mapping) else {}
+        if template is not None and template not in named:
+            if "{" in template or "\n" in template:
+                return template
+            known = f"it has {', '.join(sorted(named))}" if named else "it has none with a name"
+            raise UsageError(
+                f"prompt.chat_template: {template!r} is neither a file nor the name of a template of this "
+                f"tokenizer ({known}); give another name, a file, or the template itself"
+            )
         source: str = self.hf.get_chat_template(template, tools=[{}] if with_tools else None)
         return source
 

@@ -212,3 +212,21 @@ def _common(a: list[int], b: list[int]) -> int:
 def test_no_rows_are_no_special_case() -> None:
     scan = scan_rows([], [], None, Everything(lambda batch: None))
     assert (scan.read, scan.ended, scan.ids.rows) == (0, True, 0)
+
+
+def test_every_turn_of_a_dialogue_is_a_prompt(write_job: Write, capsys: Captured) -> None:
+    """Counted without answers, so at least so many tokens; it may be a later turn that is too long."""
+    one = json.dumps({"u": ["a"]}) + "\n"
+    three = json.dumps({"u": ["a", "b", "c"]}) + "\n"
+    extra = "sampling: {max_tokens: 2, turns: u}\n"
+    alone = plan_of(capsys, write_job(extra, one), "--full")
+    job = write_job(extra, three)
+    both = plan_of(capsys, job, "--full", "--set", "model.max_model_len=512")
+    first = alone["tokens"]["prompt"]
+    assert both["tokens"]["prompt_at_least"]
+    assert both["tokens"]["prompt"] > 1.9 * 3 * first
+    assert both["tokens"]["output_at_most"] == 3 * 2
+    assert both["too_long"]["found"] == 0
+    assert plan_of(capsys, job, "--full")["too_long"]["found"] == 1
+    assert main(["plan", job, "--full"]) == 0
+    assert "\nprompts   at least " in capsys.readouterr().out

@@ -183,6 +183,7 @@ def texts_that_no_tokenizer_takes(stage: Stage) -> None:
     save_tokenizer(Path("mute"))
     Path("mute/chat_template.jinja").unlink()
     stage.batchgen("validate job.yaml", 2, None, "model.tokenizer=mute")
+    stage.batchgen("validate job.yaml", 2, None, "prompt.chat_template=tool_use")
     words = Tokenizer(models.WordLevel({"hello": 0}, unk_token="?")).to_str()
     write_files({"words/tokenizer.json": words})
     show = "show job.yaml"

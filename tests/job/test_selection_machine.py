@@ -21,6 +21,7 @@ from job_inputs import data_bytes, read_output
 from thread_worker import Killed, ThreadLauncher, text_of
 
 from batchgen.data.source import open_input
+from batchgen.job import supervisor
 from batchgen.job.folder_rows import FolderRows
 from batchgen.job.run import run_job
 from batchgen.job.selection import Selection
@@ -194,3 +195,25 @@ def test_a_job_with_parts_without_rows_is_retried_and_exported(tmp_path: Path) -
     assert data_bytes(tmp_path / "out") == before
     with closing(FolderRows(tmp_path / "out")) as folder:
         assert [row.ordinal for n in folder.numbers() for row, _ in folder.records(n)] == list(range(12, 20))
+
+
+def test_status_counts_no_row_beyond_a_smaller_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a condition selects the rows and a killed run had more of them done than are asked for now."""
+    write_rows(tmp_path / "in.jsonl", [{"n": 5}] * 20)
+    job = Settings(
+        output=str(tmp_path / "out"), input=str(tmp_path / "in.jsonl"), part_rows=20, where="n > 3"
+    )
+    monkeypatch.setattr(supervisor, "COMMIT_BYTES", 0)
+    with pytest.raises(Killed):
+        run(job, kill_after=9)
+    before = read_status(Path(job.output)).rows_done
+    assert before > 2
+    job.limit = 2
+    monkeypatch.setattr(supervisor.Supervisor, "_assemble", killed)
+    with pytest.raises(Killed):
+        run(job)
+    assert read_status(Path(job.output)).rows_done == 2
+
+
+def killed(_: supervisor.Supervisor) -> None:
+    raise Killed

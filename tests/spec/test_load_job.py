@@ -141,3 +141,12 @@ def test_a_wrong_condition_is_shown_with_its_place(job_file: Write) -> None:
         "job.yaml:3:31: input.where: expected a column, a number, a text in quotes or `(`, at character 5:\n"
         "  n > = 3\n      ^"
     )
+
+
+def test_a_chat_template_may_be_the_name_of_one_of_the_tokenizers(job_file: Write, tmp_path: Path) -> None:
+    """A file of that name goes before it; what looks like a path must be there."""
+    assert load_job(job_file(SMALLEST), ["prompt.chat_template=tool_use"]).prompt.chat_template == "tool_use"
+    (tmp_path / "tool_use").write_text("{{ 1 }}")
+    assert load_job(job_file(SMALLEST), ["prompt.chat_template=tool_use"]).prompt.chat_template == "{{ 1 }}"
+    with pytest.raises(UsageError, match=r"the file 'gone\.jinja' cannot be read"):
+        load_job(job_file(SMALLEST), ["prompt.chat_template=gone.jinja"])

@@ -485,3 +485,15 @@ def test_explain_marks_special_tokens():
     assert explained.control_tokens == 1
     assert explained.error.error_class is ErrorClass.CONTEXT_LENGTH
     assert renderer(mode="tokens").explain({"prompt": [0]}).text == byte_level().decode_all([0])
+
+
+def test_a_template_is_taken_by_its_name_among_several_of_the_tokenizer():
+    tokenizer = with_template(byte_level(), CHATML)
+    tokenizer.hf.chat_template = {"default": CHATML, "loud": "{{ messages[0].content | upper }}"}
+    assert text_of(renderer(tokenizer, chat_template="loud"), {"prompt": "a"}) == "A"
+    with pytest.raises(
+        UsageError, match=r"chat_template: 'silent' is neither a file nor .* \(it has default, loud\)"
+    ):
+        renderer(tokenizer, chat_template="silent").probe()
+    with pytest.raises(UsageError, match=r"it has none with a name"):
+        renderer(chat_template="silent").probe()
