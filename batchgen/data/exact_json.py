@@ -10,6 +10,8 @@ import base64
 import json
 import math
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from json.encoder import encode_basestring
@@ -69,6 +71,7 @@ class LineDecoder:
         self._refuse_repairs = strict
         self._unit = unit
         self._notes: list[str] = []
+        self._quick = self._decoder(strict=True, parse_int=_quick_int())
         self._strict = self._decoder(strict=True)
         self._lenient = self._decoder(strict=False)
 
@@ -92,10 +95,10 @@ class LineDecoder:
             values = self._without_surrogates(values)
         return Decoded(values, tuple(self._notes), nonfinite)
 
-    def _decoder(self, strict: bool) -> json.JSONDecoder:
+    def _decoder(self, strict: bool, parse_int: Callable[[str], int] | None = None) -> json.JSONDecoder:
         return json.JSONDecoder(
             parse_float=_exact_float,
-            parse_int=_bounded_int,
+            parse_int=parse_int or _bounded_int,
             parse_constant=self._constant,
             object_pairs_hook=self._object,
             strict=strict,
@@ -115,6 +118,16 @@ class LineDecoder:
             ) from None
 
     def _parse(self, text: str) -> Any:
+        try:
+            values, end = self._quick.raw_decode(text)
+            if end == len(text):
+                return values
+        except (ValueError, RecursionError):
+            pass
+        return self._parse_with_care(text)
+
+    def _parse_with_care(self, text: str) -> Any:
+        """The same for what is not plain: space around it, something to repair, or to complain about."""
         try:
             try:
                 return self._strict.decode(text)
@@ -203,44 +216,44 @@ _encode_plain = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circ
 
 
 def _encode(value: Any) -> str:
-    if isinstance(value, str):
-        return encode_basestring(value)
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, ExactFloat):
-        return value.text
-    if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else "null"
-    if isinstance(value, int):
-        return int.__repr__(value)
-    if isinstance(value, Decimal):
-        return str(value) if value.is_finite() else "null"
-    if isinstance(value, bytes):
-        return f'"{base64.b64encode(value).decode()}"'
-    if isinstance(value, dict):
-        return _encode_dict(value)
-    if isinstance(value, (list, tuple)):
-        return _encode_list(value)
-    raise TypeError(f"a {type(value).__name__} has no JSON form")
+    write = _WRITERS.get(type(value))
+    if write is None:
+        write = next((w for type_, w in _WRITERS.items() if isinstance(value, type_)), None)
+        if write is None:
+            raise TypeError(f"a {type(value).__name__} has no JSON form")
+    return write(value)
 
 
 def _encode_dict(value: dict[Any, Any]) -> str:
-    if _PLAIN_SCALARS.issuperset(map(type, value.values())):
-        plain = _try_plain(value)
-        if plain is not None:
-            return plain
-    members = (f"{encode_basestring(str(k))}: {_encode(v)}" for k, v in value.items())
-    return "{" + ", ".join(members) + "}"
+    return "{" + ", ".join([f"{encode_basestring(str(k))}: {_encode(v)}" for k, v in value.items()]) + "}"
 
 
 def _encode_list(value: list[Any] | tuple[Any, ...]) -> str:
-    if _PLAIN_SCALARS.issuperset(map(type, value)):
+    types = set(map(type, value))
+    if types == {int}:
+        # Python writes such a list, of token ids mostly, as JSON does.
+        return repr(value if type(value) is list else list(value))
+    if types <= _PLAIN_SCALARS:
         plain = _try_plain(value)
         if plain is not None:
             return plain
     return "[" + ", ".join(map(_encode, value)) + "]"
+
+
+# The most special type first, for values of types derived from these.
+_WRITERS: dict[type, Callable[[Any], str]] = {
+    str: encode_basestring,
+    type(None): lambda value: "null",
+    bool: lambda value: "true" if value else "false",
+    ExactFloat: lambda value: value.text,
+    float: lambda value: repr(value) if math.isfinite(value) else "null",
+    int: int.__repr__,
+    Decimal: lambda value: str(value) if value.is_finite() else "null",
+    bytes: lambda value: f'"{base64.b64encode(value).decode()}"',
+    dict: _encode_dict,
+    list: _encode_list,
+    tuple: _encode_list,
+}
 
 
 def _try_plain(value: Any) -> str | None:
@@ -255,6 +268,11 @@ def _exact_float(text: str) -> float:
     if math.isinf(value):
         raise _out_of_range(text)
     return value if repr(value) == text else ExactFloat(text)
+
+
+def _quick_int() -> Callable[[str], int]:
+    """`int` itself, which the parser then need not call, where Python's limit is as strict as ours."""
+    return int if 0 < sys.get_int_max_str_digits() <= MAX_INT_DIGITS else _bounded_int
 
 
 def _bounded_int(text: str) -> int:

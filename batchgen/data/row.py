@@ -6,7 +6,7 @@ Everything here is cheap to create, and what goes to disk turns into JSON and ba
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -111,11 +111,6 @@ class PartIndexer:
     def add(self, row: Row) -> None:
         self.rows += 1
         self._hash.update(row.digest)
-
-    def add_all(self, rows: Sequence[Row]) -> None:
-        """The same for several rows at once."""
-        self.rows += len(rows)
-        self._hash.update(b"".join([row.digest for row in rows]))
 
     def entry(self) -> PartIndexEntry:
         return PartIndexEntry(self.part, self.start, self.rows, self._hash.hexdigest())

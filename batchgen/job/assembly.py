@@ -1,6 +1,7 @@
-"""Puts a whole part together: results from the journal, the user's columns from the input once more.
+"""Puts a whole part together: results from the journal, the user's columns from the rows as they were read.
 
-Runs in a thread beside the supervisor's loop, with a reader of the input of its own.
+Rows that took too much memory to be kept are read once more. Runs in a thread beside the supervisor's loop,
+with a reader of the input of its own.
 """
 
 from __future__ import annotations
@@ -85,20 +86,25 @@ class Assembler:
             self._inputs.close()
 
     def _records(self, part: OpenPart, settings: Runs) -> Iterator[Record]:
+        rows = self._read_again(part) if part.rows is None else part.rows
+        for batch in _batches(rows, part):
+            self._note_changes(settings, part, batch)
+            yield from zip(batch, self._results(part, batch), strict=True)
+
+    def _read_again(self, part: OpenPart) -> Iterator[Row]:
+        """The selected rows of a part from the input."""
         entry = part.entry
         if entry is None:
             raise ValueError(f"part {part.part} has not been read to its end")
         indexer = PartIndexer(part.part, entry.start)
         rows = self._open_inputs().rows(entry.start)
         try:
-            for batch in _batches(islice(rows, entry.rows), part):
-                indexer.add_all(batch)
+            for row in islice(rows, entry.rows):
+                indexer.add(row)
                 if self._decisions is not None:
-                    for row in batch:
-                        self._decisions.apply(row)
-                selected = [row for row in batch if row.ordinal in part.done]
-                self._note_changes(settings, part, selected)
-                yield from zip(selected, self._results(part, selected), strict=True)
+                    self._decisions.apply(row)
+                if row.ordinal in part.done:
+                    yield row
         finally:
             # Parks the reader, so that the next part goes on where this one ended.
             getattr(rows, "close", lambda: None)()

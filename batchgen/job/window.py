@@ -28,6 +28,8 @@ from batchgen.job.selection import Selection
 from batchgen.types import DriftError, InputError, Status
 
 _ROW_BYTES = 500
+KEPT_BYTES = 16 * 1024 * 1024
+"""Of rows of the input, as they lie there, that stay in memory until their part is put together."""
 # Rows that are passed over in one go on the way to the first that is selected.
 _ROWS_AT_ONCE = 5000
 # Each holds the results that stay, about a megabyte.
@@ -75,6 +77,9 @@ class OpenPart:
         notes: what was repaired while reading: rows, and the first of them.
         kept: rows of the part that this one replaces.
         unanswered: rows that must run and have no result, on disk or not.
+        rows: the selected rows as they were read, in order; None where they take too much memory, so that
+            they have to be read once more.
+        rows_bytes: that `rows` takes, roughly.
     """
 
     part: int
@@ -87,6 +92,8 @@ class OpenPart:
     notes: dict[str, list[int]] = field(default_factory=dict)
     kept: KeptRows | None = None
     unanswered: int = 0
+    rows: list[Row] | None = field(default_factory=list)
+    rows_bytes: int = 0
 
     @property
     def whole(self) -> bool:
@@ -174,6 +181,7 @@ class Window:
         self._next_part = selection.first // part_rows
         self._position = Position()
         self._rows: Iterator[Row] | None = None
+        self._kept_bytes = 0
         self.selected = 0
         self.exhausted = False
         self.busy = False
@@ -225,7 +233,7 @@ class Window:
 
     def close_part(self, part: int) -> None:
         """Forget a part that was committed; the window moves on."""
-        del self._open[part]
+        self._kept_bytes -= self._open.pop(part).rows_bytes
 
     def close(self) -> None:
         """Hand the reader back to the input."""
@@ -336,7 +344,13 @@ class Window:
             return None
         part.indexer.add(row)
         self._check(part)
-        pending = self._place(part, row) if row.selected and row.ordinal >= part.first else None
+        pending = None
+        if part.rows is not None:
+            self._take_room(part, row.size)
+        if row.selected and row.ordinal >= part.first:
+            pending = self._place(part, row)
+            if part.rows is not None:
+                part.rows.append(row)
         if row.ordinal + 1 == self._selection.span(part.part, self._part_rows)[1] or self._limit_reached():
             self._close_reading(part)
         return pending
@@ -345,6 +359,15 @@ class Window:
         """Compare with the first reading as soon as as many rows have passed."""
         if part.known is not None and part.known.rows == part.indexer.rows:
             self._index.check(part.indexer.entry(), self._input_name())
+
+    def _take_room(self, part: OpenPart, size: int) -> None:
+        """Account for a row that may stay in memory; one that `where` drops too: batches stay whole."""
+        size += _ROW_BYTES
+        part.rows_bytes += size
+        self._kept_bytes += size
+        if self._kept_bytes > KEPT_BYTES:
+            self._kept_bytes -= part.rows_bytes
+            part.rows, part.rows_bytes = None, 0
 
     def _place(self, part: OpenPart, row: Row) -> Pending | None:
         part.selected += 1
