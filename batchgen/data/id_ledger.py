@@ -12,19 +12,52 @@ from __future__ import annotations
 
 import re
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.data.id_hash import hash_id, looks_suffixed
+from batchgen.data.id_hash import BYTES, hash_id, looks_suffixed
 from batchgen.data.row import Position
 from batchgen.data.sorted_runs import WIDTH, Records, Run, merge, read_run, sorted_records, write_run
 
 HELD_ROWS = 1 << 17
 _FANOUT = 8
 _NAME = re.compile(r"ids-(\d+)-(\d+)")
+
+
+@dataclass(slots=True)
+class ReadIds:
+    """The ids of the selected rows in a stretch of the input that somebody has read.
+
+    Args:
+        first: ordinal of the first row of the stretch.
+        end: where the row after its last begins.
+        ordinals, hashes: of the selected rows.
+        looks_suffixed: as in `IdLedger`.
+    """
+
+    first: int
+    end: Position = field(default_factory=Position)
+    ordinals: array[int] = field(default_factory=lambda: array("Q"))
+    hashes: bytearray = field(default_factory=bytearray)
+    looks_suffixed: bool = False
+
+    def add(self, row_id: str, ordinal: int) -> None:
+        """Take the id of the next selected row."""
+        self.hashes += hash_id(row_id)
+        self.ordinals.append(ordinal)
+        self.looks_suffixed = self.looks_suffixed or looks_suffixed(row_id)
+
+    def behind(self, ordinal: int) -> ReadIds:
+        """Those of the rows from `ordinal` on."""
+        if ordinal <= self.first:
+            return self
+        i = bisect_left(self.ordinals, ordinal)
+        return replace(self, first=ordinal, ordinals=self.ordinals[i:], hashes=self.hashes[BYTES * i :])
 
 
 class IdLedger:
@@ -46,8 +79,7 @@ class IdLedger:
     def __init__(self, folder: Path, start: int, *, find_twice: bool) -> None:
         self._folder = folder
         self._find_twice = find_twice
-        self._hashes = bytearray()
-        self._ordinals = array("Q")
+        self._held = ReadIds(start)
         self.start = start
         self.end = start
         self.position: Position | None = None
@@ -61,13 +93,17 @@ class IdLedger:
     @property
     def held(self) -> int:
         """Rows that are not on disk yet."""
-        return len(self._ordinals)
+        return len(self._held.ordinals)
 
     def add(self, row_id: str, ordinal: int) -> None:
         """Take the id of the next selected row."""
-        self._hashes += hash_id(row_id)
-        self._ordinals.append(ordinal)
-        self.looks_suffixed = self.looks_suffixed or looks_suffixed(row_id)
+        self._held.add(row_id, ordinal)
+
+    def add_read(self, ids: ReadIds) -> None:
+        """Take the ids of the rows that come next."""
+        self._held.hashes += ids.hashes
+        self._held.ordinals += ids.ordinals
+        self._held.looks_suffixed = self._held.looks_suffixed or ids.looks_suffixed
 
     def flush(self, position: Position) -> None:
         """Put what was added on disk; `position` is where the first row begins that was not looked at.
@@ -77,8 +113,9 @@ class IdLedger:
         """
         if position.ordinal <= self.end:
             return
-        records = _records(self._hashes, self._ordinals)
-        self._hashes, self._ordinals = bytearray(), array("Q")
+        records = _records(self._held.hashes, self._held.ordinals)
+        self.looks_suffixed = self.looks_suffixed or self._held.looks_suffixed
+        self._held = ReadIds(position.ordinal)
         self.position = position
         self._places.append(position)
         self.rows += len(records)
@@ -98,7 +135,7 @@ class IdLedger:
         for run in self._runs:
             run.path.unlink(missing_ok=True)
         self._runs, self._places = [], []
-        self._hashes, self._ordinals = bytearray(), array("Q")
+        self._held = ReadIds(self.start)
         self.end, self.position, self.rows = self.start, None, 0
         self.looks_suffixed, self.twice = False, None
 

@@ -1,32 +1,29 @@
-"""The pass over the ids of the selected rows: ahead of the run where it decides what the ids become, beside
-it where ids that occur twice end it. `run_job` and recovery drive it; its ledger is in the output folder.
+"""Reading the ids of the selected rows into a ledger in the output folder.
 
-Beside the run it is a thread with a reader of its own, so that a duplicate near the end of a large input is
-found within minutes, not after the last answer; the run is complete only when the pass is.
+Recovery reads all of them ahead of the run where they decide what becomes of rows; `unique_ids` reads them
+beside it where ids that occur twice end it.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol
 
 from batchgen.data.id_decisions import IdDecisions, decide
-from batchgen.data.id_ledger import HELD_ROWS, IdLedger
+from batchgen.data.id_ledger import HELD_ROWS, IdLedger, ReadIds
 from batchgen.data.identity import AUTO_COLUMN
 from batchgen.data.row import Position, Row
 from batchgen.data.source import InputSet
-from batchgen.job.files import atomic_write, storage
+from batchgen.job.files import storage
 from batchgen.job.selection import Selection
-from batchgen.types import BatchgenError, UsageError
 
 DuplicatePolicy = Literal["error", "suffix", "keep_first"]
 
-_ROWS_AT_ONCE = 1000
-_POLL_SECONDS = 0.2
-_WANTED = "ids-wanted"
+ROWS_AT_ONCE = 1000
+"""Between two looks at whether to stop."""
 
 
 class Interrupted(Exception):
@@ -73,43 +70,91 @@ def decide_ids(
     if has_ids(inputs) is False:
         return None
     ledger = IdLedger(folder, 0, find_twice=False)
-    if not _read_ids(inputs, ledger, selection, stops):
-        raise Interrupted(stops.reason())
+    with closing(IdReading(ledger, inputs, selection)) as reading:
+        while not reading.complete:
+            if stops():
+                raise Interrupted(stops.reason())
+            reading.read(ROWS_AT_ONCE)
     ledger.merge_all()
     return decide(ledger, policy, folder)
 
 
-def _read_ids(inputs: InputSet, ledger: IdLedger, selection: Selection, stop: Callable[[], bool]) -> bool:
-    """Bring the ledger up to the end of the selection, or to two rows that share an id; False if stopped."""
-    position = ledger.position or Position()
-    rows = ledger.rows_from(selection.first)
-    with closing(inputs.rows(ledger.position)) as reader:  # type: ignore[type-var]
-        while ledger.twice is None:
-            if _holds(selection, position.ordinal, rows):
-                break
-            row = next(reader, None)
-            if row is None:
-                break
-            position = row.next_position
+class IdReading:
+    """Fills a ledger with the ids of a selection, in order: from the input, or with what others have read.
+
+    Args:
+        ledger: gets the ids; goes on where it ends.
+        inputs: the input.
+        selection: the rows.
+
+    Attributes:
+        position: where the first row begins that was not looked at.
+        complete: whether the selection has been read to its end, or an id was found twice.
+    """
+
+    def __init__(self, ledger: IdLedger, inputs: InputSet, selection: Selection) -> None:
+        self._ledger = ledger
+        self._inputs = inputs
+        self._selection = selection
+        self._reader: Iterator[Row] | None = None
+        self._rows = ledger.rows_from(selection.first)
+        self.position = ledger.position or Position()
+        self.complete = ledger.twice is not None or self._holds()
+
+    @property
+    def ordinal(self) -> int:
+        """Of the first row that was not looked at."""
+        return max(self.position.ordinal, self._ledger.start)
+
+    def read(self, most: int) -> None:
+        """Read rows, `most` of them at most. Raises InputError, StorageError."""
+        if self._reader is None:
+            self._reader = self._inputs.rows(self.position)
+        ledger, first, before = self._ledger, self._selection.first, self.position.ordinal
+        for row in islice(self._reader, most):
+            self.position = row.next_position
             if row.selected and row.ordinal >= ledger.start:
                 ledger.add(row.id, row.ordinal)
-                rows += row.ordinal >= selection.first
-            if ledger.held >= HELD_ROWS:
-                ledger.flush(position)
-            if not position.ordinal % _ROWS_AT_ONCE and stop():
-                ledger.flush(position)
-                return False
-    ledger.flush(position)
-    return True
+                self._rows += row.ordinal >= first
+            if self._holds():
+                break
+        else:
+            # A reader that has ended yields nothing more.
+            self.complete = self.position.ordinal - before < most
+        self._moved()
+
+    def take(self, ids: ReadIds) -> None:
+        """Take what others have read, of a stretch that holds the row `ordinal`. Raises StorageError."""
+        new = ids.behind(self.ordinal)
+        self._ledger.add_read(new)
+        self._rows += len(new.behind(self._selection.first).ordinals)
+        self._close_reader()
+        self.position = ids.end
+        self._moved()
+
+    def close(self) -> None:
+        """Put everything on disk. Raises StorageError."""
+        self._close_reader()
+        self._ledger.flush(self.position)
+
+    def _moved(self) -> None:
+        if self._ledger.held >= HELD_ROWS:
+            self._ledger.flush(self.position)
+        self.complete = self.complete or self._ledger.twice is not None or self._holds()
+
+    def _holds(self) -> bool:
+        """Whether the selection ends here."""
+        stop, limit = self._selection.stop, self._selection.limit
+        past_end = stop is not None and self.position.ordinal >= stop
+        return past_end or (limit is not None and self._rows >= limit)
+
+    def _close_reader(self) -> None:
+        # Only a generator has something to close; an `InputSet` parks its reader then.
+        getattr(self._reader, "close", lambda: None)()
+        self._reader = None
 
 
-def _holds(selection: Selection, ordinal: int, rows: int) -> bool:
-    """Whether a selection ends before a row, or with so many."""
-    past_end = selection.stop is not None and ordinal >= selection.stop
-    return past_end or (selection.limit is not None and rows >= selection.limit)
-
-
-def _goes_beyond(ledger: IdLedger, selection: Selection) -> bool:
+def goes_beyond(ledger: IdLedger, selection: Selection) -> bool:
     """Whether a ledger, of a selection that was larger, knows ids of rows that are not selected now."""
     past_end = selection.stop is not None and ledger.end > selection.stop
     return past_end or (selection.limit is not None and ledger.rows > selection.limit)
@@ -120,96 +165,3 @@ def forget_ids(folder: Path) -> None:
     with storage(folder, action="removed"):
         for path in (*folder.glob("ids-*-*"), *folder.glob("decided-*")):
             path.unlink(missing_ok=True)
-
-
-class UniqueIds:
-    """Makes sure, beside a run, that no two rows have one id.
-
-    Args:
-        inputs: read here, by a thread.
-        folder: `.batchgen/index`.
-        selection: the rows.
-        found: called, from the thread, with the error that ends the run.
-    """
-
-    def __init__(
-        self, inputs: InputSet, folder: Path, selection: Selection, found: Callable[[BatchgenError], None]
-    ) -> None:
-        self._inputs = inputs
-        self._folder = folder
-        self._selection = selection
-        self._found = found
-        self._started = False
-        self._stop = threading.Event()
-        self._error: BatchgenError | Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="ids", daemon=True)
-
-    def start_if_needed(self) -> None:
-        """Begin, or go on where an earlier run stopped, if rows are known to have ids."""
-        if has_ids(self._inputs) or (self._folder / _WANTED).exists():
-            self.start()
-
-    def start(self) -> None:
-        """Begin, because a row with an id was met; again does nothing."""
-        if not self._started:
-            self._started = True
-            # Also for a later run, which does not meet that row again.
-            atomic_write(self._folder / _WANTED, b"")
-            self._thread.start()
-
-    def finish(self, stop: Callable[[], bool]) -> bool:
-        """Wait until every id has been looked at; False if `stop` said to give up.
-
-        Raises:
-            UsageError: two rows have one id; names both.
-            InputError, StorageError: as reading and writing do.
-        """
-        while self._started and self._thread.is_alive():
-            if stop():
-                return False
-            self._thread.join(_POLL_SECONDS)
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def close(self) -> None:
-        """Stop; what was read is kept."""
-        self._stop.set()
-        if self._started:
-            self._thread.join()
-        self._inputs.close()
-
-    def _run(self) -> None:
-        try:
-            ledger = IdLedger(self._folder, self._selection.first, find_twice=True)
-            if _goes_beyond(ledger, self._selection):
-                ledger.clear()
-            # What was read before may hold the same id twice, and be found out quickly.
-            ledger.merge_all()
-            if ledger.twice is None and _read_ids(self._inputs, ledger, self._selection, self._stop.is_set):
-                ledger.merge_all()
-            if ledger.twice is not None:
-                self._error = self._repeated(ledger, *ledger.twice)
-                self._found(self._error)
-        except BatchgenError as error:
-            self._error = error
-            self._found(error)
-        except Exception as error:
-            self._error = error
-
-    def _repeated(self, ledger: IdLedger, first: int, second: int) -> UsageError:
-        one, other = (self._row(ledger.nearest(ordinal), ordinal) for ordinal in (first, second))
-        return UsageError(
-            f"input.id: ids must be distinct, but id {one.id!r} is at {where(one)} and at {where(other)} "
-            f"(rows {first} and {second}); remove one of them, name another column in input.id, or set "
-            "input.duplicate_ids: suffix or keep_first (finished rows are kept)"
-        )
-
-    def _row(self, start: Position | None, ordinal: int) -> Row:
-        with closing(self._inputs.rows(start)) as rows:  # type: ignore[type-var]
-            return next(row for row in rows if row.ordinal == ordinal)
-
-
-def where(row: Row) -> str:
-    """File and line, or row of the input, for messages."""
-    return f"{row.file} line {row.line}" if row.line else f"{row.file} row {row.ordinal}"

@@ -19,7 +19,7 @@ from batchgen.job.condition import DEFAULT, Condition
 from batchgen.job.drift import diff
 from batchgen.job.files import OS_FILES, atomic_write, storage
 from batchgen.job.folder import JobFolder
-from batchgen.job.ids import Stops, UniqueIds, decide_ids
+from batchgen.job.ids import Stops, decide_ids
 from batchgen.job.index import InputIndex
 from batchgen.job.journal import JournalWriter, SegmentName
 from batchgen.job.live_segments import LiveSegments
@@ -32,6 +32,7 @@ from batchgen.job.run_options import JobSetup
 from batchgen.job.run_stats import RunStats
 from batchgen.job.selection import Selection
 from batchgen.job.success import read_success
+from batchgen.job.unique_ids import UniqueIds
 from batchgen.types import DriftError
 
 _LATE_PAUSES = (0.1, 0.4, 1.0)

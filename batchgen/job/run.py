@@ -22,7 +22,7 @@ from batchgen.job.drift import find_drift
 from batchgen.job.events import StopAsked
 from batchgen.job.folder import JobFolder
 from batchgen.job.gates import faults
-from batchgen.job.ids import Interrupted, UniqueIds, has_ids
+from batchgen.job.ids import Interrupted, has_ids
 from batchgen.job.lease import Lease, Owner, acquire_lease
 from batchgen.job.manifest import Manifest, load_manifest
 from batchgen.job.parts import Counts, recognise_parts
@@ -34,6 +34,7 @@ from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
 from batchgen.job.stop_signals import stop_signals
 from batchgen.job.success import read_success, write_success
 from batchgen.job.supervisor import Supervisor
+from batchgen.job.unique_ids import UniqueIds
 from batchgen.types import BatchgenError, OwnershipError, StorageError
 
 COMPLETE, BAD_ROWS, TOO_MANY_ERRORS, GATE_FAILED, RESUMABLE = 0, 3, 8, 8, 75
@@ -254,7 +255,11 @@ def _unique_ids(job: OpenJob, setup: JobSetup, events: queue.SimpleQueue[Any]) -
         return None
     inputs = InputSet(job.inputs.files, job.inputs.options)
     ids = UniqueIds(
-        inputs, job.folder.index, job.selection, lambda error: events.put(StopAsked(str(error), error))
+        inputs,
+        job.folder.index,
+        job.selection,
+        lambda: job.index.end,
+        lambda error: events.put(StopAsked(str(error), error)),
     )
     ids.start_if_needed()
     return ids

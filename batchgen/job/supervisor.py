@@ -105,7 +105,7 @@ class Supervisor:
             parts=options.window_parts or FEWEST_PARTS,
             counts=job.counts,
             decisions=None if job.decisions is None else job.decisions.another(),
-            on_id=None if job.ids is None else job.ids.start,
+            ids=job.ids,
             on_done=self._suspects.finished,
             on_bad_row=self._bad_row,
             on_notes=job.stats.add_notes,

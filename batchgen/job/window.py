@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchgen.data.id_decisions import IdDecisions
-from batchgen.data.identity import AUTO_COLUMN
 from batchgen.data.prompt_values import pack_prompt_values
 from batchgen.data.row import PartIndexEntry, PartIndexer, Position, Row
 from batchgen.data.row_result import RowResult
@@ -25,6 +24,7 @@ from batchgen.job.replacement import KeptRows, Replaced
 from batchgen.job.replay import FoundPartial, FoundResult, Replay
 from batchgen.job.row_order import ORDERS, OrderKey
 from batchgen.job.selection import Selection
+from batchgen.job.unique_ids import UniqueIds
 from batchgen.types import DriftError, InputError, Status
 
 _ROW_BYTES = 500
@@ -124,7 +124,7 @@ class Window:
         parts: most parts that are open at a time.
         counts: gets the rows that need to run no more.
         decisions: what becomes of rows whose id an earlier one has; None for nothing.
-        on_id: called once, when a row has a column `id`; None if nobody wants to know.
+        ids: told of what is read here; None if nobody wants to know.
         on_done: called once, with a row that an earlier run has answered and how many tokens that took.
         on_bad_row: called with each row that could not be read; may raise InputError.
         on_notes: called with each part in which something was repaired while reading, once it is read: its
@@ -153,7 +153,7 @@ class Window:
         parts: int,
         counts: Counts,
         decisions: IdDecisions | None,
-        on_id: Callable[[], None] | None,
+        ids: UniqueIds | None,
         on_done: Callable[[Pending, int], None],
         on_bad_row: Callable[[Row], None],
         on_notes: Callable[[int, Mapping[str, list[int]]], None],
@@ -172,7 +172,7 @@ class Window:
         self.parts = parts
         self._counts = counts
         self._decisions = decisions
-        self._on_id = on_id
+        self._ids = ids
         self._on_done: Callable[[Pending, int], None] | None = on_done
         self._on_bad_row = on_bad_row
         self._on_notes = on_notes
@@ -264,6 +264,8 @@ class Window:
         )
         self._open[self._next_part] = self._reading
         self._next_part += 1
+        if self._ids is not None:
+            self._ids.begin(self._position.ordinal)
         return True
 
     def _pass_committed(self) -> None:
@@ -372,9 +374,8 @@ class Window:
     def _place(self, part: OpenPart, row: Row) -> Pending | None:
         part.selected += 1
         self.selected += 1
-        if self._on_id is not None and AUTO_COLUMN in row.values:
-            self._on_id()
-            self._on_id = None
+        if self._ids is not None:
+            self._ids.add(row)
         if self._decisions is not None:
             self._decisions.apply(row)
         for note in row.notes:
@@ -424,6 +425,8 @@ class Window:
         if part.kept is not None:
             part.kept.close()
         self._index.record(part.entry, self._position)
+        if self._ids is not None:
+            self._ids.end(self._position)
         if part.notes:
             self._on_notes(part.part, part.notes)
         self._reading = None

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -19,9 +20,14 @@ from test_selection_machine import run
 from thread_worker import Killed, text_of
 
 from batchgen.data import id_decisions, id_ledger
+from batchgen.data.id_ledger import IdLedger
 from batchgen.data.source import open_input
 from batchgen.job import ids as ids_module
+from batchgen.job import unique_ids
+from batchgen.job.ids import IdReading
 from batchgen.job.run import run_job
+from batchgen.job.selection import Selection
+from batchgen.job.unique_ids import UniqueIds
 from batchgen.job.verify import verify_folder
 from batchgen.types import DriftError, UsageError
 
@@ -29,6 +35,8 @@ from batchgen.types import DriftError, UsageError
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ids_module, "HELD_ROWS", 4)
+    for module in (ids_module, unique_ids):
+        monkeypatch.setattr(module, "ROWS_AT_ONCE", 2)
     monkeypatch.setattr(id_ledger, "_FANOUT", 3)
     monkeypatch.setattr(id_decisions, "_MOST_IN_MEMORY", 4)
 
@@ -107,7 +115,7 @@ def test_what_was_done_stays_when_ids_are_then_suffixed(tmp_path: Path) -> None:
 
 
 def test_a_stop_while_ids_are_read_can_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ids_module, "_ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(ids_module, "ROWS_AT_ONCE", 1)
     settings = job(tmp_path, ["a", "b", "a", "a"], duplicate_ids="suffix")
     setup = setup_of(settings)
 
@@ -153,3 +161,51 @@ def test_policies_in_any_order_of_work(
     once = Settings(**{**vars(settings), "output": str(root / "once")})
     run(once)
     assert data_bytes(root / "once") == data_bytes(root / "out")
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=16),
+    st.integers(1, 5),
+    st.integers(0, 6),
+    st.none() | st.integers(0, 8),
+    st.booleans(),
+)
+@example([*range(16), 3], 3, 0, 7, True)
+@example([*range(16)], 3, 2, 7, True)
+def test_ids_are_looked_at_whoever_reads_them(
+    tmp_path_factory: Any, ids: list[int], part_rows: int, first: int, kill: int | None, fast: bool
+) -> None:
+    """Those of a run that reads fast come from there, others are read ahead; a range first, killed or not."""
+    root = tmp_path_factory.mktemp("fed")
+    settings = job(root, ids, part_rows=part_rows, rows=f"{first}:")
+    with patch.object(unique_ids._Feed, "fast", lambda self: fast):
+        with contextlib.suppress(Killed, UsageError):
+            run(settings, kill)
+        settings.rows = None
+        if len(set(ids)) == len(ids):
+            run(settings)
+            assert IdLedger(root / "out/.batchgen/index", 0, find_twice=True).rows == len(ids)
+        else:
+            with pytest.raises(UsageError, match="ids must be distinct"):
+                run(settings)
+
+
+def test_what_a_fast_run_has_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unique_ids._Feed, "fast", lambda self: True)
+    monkeypatch.setattr(IdReading, "read", None)
+    settings = job(tmp_path, [*"abcdefgh", "c"])
+    with open_input(settings.input) as inputs:
+        ids = UniqueIds(inputs, tmp_path, Selection(), lambda: 9, lambda error: None)
+        rows = list(inputs.rows())
+        ids.begin(0)
+        for row in rows[:4]:
+            ids.add(row)
+        ids.end(rows[3].next_position)
+        ids.begin(4)
+        for row in rows[4:]:
+            ids.add(row)
+        ids.end(rows[-1].next_position)
+        with pytest.raises(UsageError, match="rows 2 and 8"):
+            ids.finish(lambda: False)
+        ids.close()
