@@ -58,25 +58,6 @@ class RowResult(NamedTuple):
         )
 
     @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """From the map in which a worker reports a result.
-
-        Args:
-            message: `status`, `text` (a list for a dialogue), `finish_reason`, `stop_reason` (text or token
-                id), `error` (class and message, or None), `usage` (three counts, or None), `included` where
-                something was asked for.
-        """
-        return cls.of(
-            message["status"],
-            message["text"],
-            message["finish_reason"],
-            message["stop_reason"],
-            message["error"],
-            message["usage"],
-            message.get("included"),
-        )
-
-    @classmethod
     def from_error(cls, error: RowError) -> Self:
         """The result of a row that failed before it reached the engine."""
         return cls(Status.ERROR.value, error=error)

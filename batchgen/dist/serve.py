@@ -23,6 +23,7 @@ from batchgen.dist.included import Included
 from batchgen.dist.intake import Closed, Intake
 from batchgen.dist.row_clock import RowClock
 from batchgen.job.counters import CounterWriter
+from batchgen.job.result_batch import ResultBatch
 from batchgen.sampling.overrides import RowSampling
 from batchgen.text.prompt import PromptRenderer
 from batchgen.types import BatchgenError, EngineError, Output, Request, RowError, Status
@@ -252,8 +253,10 @@ class WorkerLoop:
     def _send_results(self, outputs: list[Output]) -> None:
         if outputs:
             self._forget(outputs)
-            rows = [[o.request_id, _result(o, self._included.of(o)), _stats(o)] for o in outputs]
-            self._channel.send({"type": "results", "rows": rows})
+            batch = ResultBatch()
+            for output in outputs:
+                batch.add(output.request_id, _result(output, self._included.of(output)), _stats(output))
+            self._channel.send(batch.message())
 
     def _send_partials(self, checkpoint: int | None) -> None:
         dialogues = self._intake.dialogues
@@ -306,7 +309,7 @@ def _text(output: Output) -> str | list[str]:
     return [sample.text for sample in output.turns] if output.turns else output.text
 
 
-def _stats(output: Output) -> dict[str, Any]:
+def _stats(output: Output) -> dict[str, int]:
     return {
         "cached_tokens": output.cached_tokens,
         "preemptions": output.preemptions,

@@ -24,6 +24,7 @@ from batchgen.job.index import InputIndex, changed_input
 from batchgen.job.manifest import Manifest, require_manifest
 from batchgen.job.part_reader import read_part
 from batchgen.job.parts import PartCommit, recognise_parts
+from batchgen.job.result_batch import ResultBatch
 from batchgen.job.run_options import JobSetup, Launcher
 from batchgen.job.verify import VerifyReport
 from batchgen.job.window import Pending
@@ -204,8 +205,9 @@ def _compute(
                     case {"type": "ready", "facts": dict(found)}:
                         facts = found
                         worker.send_rows(rows)
-                    case {"type": "results", "rows": answers}:
-                        results |= {row: RowResult.from_message(message) for row, message, _ in answers}
+                    case dict() as message if message["type"] == "results":
+                        batch = ResultBatch.of(message)
+                        results |= {row: batch.result(place) for place, row in enumerate(batch.rows)}
                     case {"type": "fatal", "message": message}:
                         raise EngineError(f"the engine does not start: {message}; {_REMEDY}")
                     case None:

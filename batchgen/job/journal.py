@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from batchgen.data.row import DIGEST_BYTES
 from batchgen.grammar import agreeing, counted
 from batchgen.job.files import OS_FILES, FileOps, disk_full, open_existing, read_file, storage, storage_error
 from batchgen.types import StorageError
@@ -110,10 +111,7 @@ class ResultRecord:
     message: Mapping[str, Any]
 
     def pack(self) -> bytes:
-        values = [self.digest, *(self.message[name] for name in _RESULT_FIELDS)]
-        if "included" in self.message:
-            values.append(self.message["included"])
-        return _pack(values)
+        return result_payload(self.digest, pack_result(self.message))
 
     @classmethod
     def unpack(cls, payload: bytes) -> ResultRecord:
@@ -122,8 +120,30 @@ class ResultRecord:
         return cls(digest, dict(zip(names, values, strict=True)))
 
 
+def pack_result(message: Mapping[str, Any]) -> bytes:
+    """A result, with the fields of `ResultRecord.message`, as `result_payload` takes it."""
+    values = [message[name] for name in _RESULT_FIELDS]
+    if "included" in message:
+        values.append(message["included"])
+    return _pack(values)
+
+
+def result_payload(digest: bytes, packed: bytes) -> bytes:
+    """Payload of a result record, without looking into the result.
+
+    Args:
+        digest: of the input record, 16 bytes.
+        packed: by `pack_result`.
+    """
+    # An array of msgpack with one more member in front: so short ones have their length in the first byte.
+    return b"%c\xc4%c%b%b" % (packed[0] + 1, DIGEST_BYTES, digest, packed[1:])
+
+
 def unpack_result(payload: bytes) -> list[Any]:
-    """A result's digest and values in the order of `RowResult.of`, without a map for each row."""
+    """A result's digest and values in the order of `RowResult.of`, without a map for each row.
+
+    Of a result that `pack_result` has made, the values alone.
+    """
     values: list[Any] = msgpack.unpackb(payload, unicode_errors="surrogatepass")
     return values
 

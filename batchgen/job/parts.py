@@ -51,6 +51,16 @@ class Counts:
             self.prompt_tokens += usage[0]
             self.completion_tokens += usage[1]
 
+    def count_all(
+        self, status: Sequence[str], prompt_tokens: Sequence[int], completion_tokens: Sequence[int]
+    ) -> None:
+        """Add many rows; tokens are 0 for those that the engine never saw."""
+        self.ok += status.count("ok")
+        self.error += status.count("error")
+        self.skipped += status.count("skipped")
+        self.prompt_tokens += sum(prompt_tokens)
+        self.completion_tokens += sum(completion_tokens)
+
     def add(self, other: Counts) -> None:
         """Add the rows of another count."""
         for name, value in asdict(other).items():

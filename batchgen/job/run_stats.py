@@ -17,6 +17,7 @@ from typing import Any
 from batchgen.job.files import OS_FILES, FileOps
 from batchgen.job.folder import JobFolder
 from batchgen.job.linelog import LineLog, log_name, read_folder, read_lines
+from batchgen.job.result_batch import STATS, ResultBatch
 
 ROWS, PARTS, TIMES = "r", "s", "t"
 FIRST_INTERVAL = 2.0
@@ -59,16 +60,12 @@ class RowStats:
     decode_ms: list[int] = field(default_factory=list)
     control_tokens: list[int] = field(default_factory=list)
 
-    def add(self, row: int, worker: int, stats: Mapping[str, Any]) -> None:
-        """Take what a worker reported beside a result; what it does not know is 0."""
-        self.row.append(row)
-        self.worker.append(worker)
-        self.cached_tokens.append(stats.get("cached_tokens", 0))
-        self.preemptions.append(stats.get("preemptions", 0))
-        self.queue_ms.append(stats.get("queue_ms", 0))
-        self.prefill_ms.append(stats.get("prefill_ms", 0))
-        self.decode_ms.append(stats.get("decode_ms", 0))
-        self.control_tokens.append(stats.get("control_tokens", 0))
+    def add(self, worker: int, batch: ResultBatch) -> None:
+        """Take what a worker reported beside results."""
+        self.row += batch.rows
+        self.worker += [worker] * len(batch)
+        for name in STATS:
+            getattr(self, name).extend(batch.stats[name])
 
     def columns(self) -> dict[str, list[int]]:
         """By name."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import queue
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from batchgen.data.row import Row
@@ -22,18 +22,26 @@ from batchgen.job.attempts import Attempt
 from batchgen.job.canary import find_canary
 from batchgen.job.events import Assembled, Message, StopAsked, Stopping
 from batchgen.job.fleet import Fleet
-from batchgen.job.journal import Kind, PartialRecord, ResultRecord
 from batchgen.job.parts import PartCommit
 from batchgen.job.poison import Suspects, guilty_result
 from batchgen.job.pool import RowPool
 from batchgen.job.progress import Progress, save_progress
 from batchgen.job.recovery import OpenJob
+from batchgen.job.result_batch import ResultBatch
+from batchgen.job.result_log import ResultLog
 from batchgen.job.row_order import ORDERS, shuffled
 from batchgen.job.run_options import Launcher, RunOptions
-from batchgen.job.run_stats import RowStats
 from batchgen.job.window import OpenPart, Pending, Window
 from batchgen.job.workers import WorkerState, describe_exit
-from batchgen.types import BatchgenError, EngineError, InputError, OwnershipError, StorageError, UsageError
+from batchgen.types import (
+    BatchgenError,
+    EngineError,
+    InputError,
+    OwnershipError,
+    Status,
+    StorageError,
+    UsageError,
+)
 
 MAX_BARREN_DEATHS = 4
 MAX_FAILED_STARTS = 3
@@ -45,14 +53,6 @@ COMMIT_SECONDS = 2.0
 GOODBYE_SECONDS = 1.0
 REFILL_SHARE = 8
 _ERRORS = {2: UsageError, 3: InputError, 5: StorageError, 7: EngineError}
-
-
-@dataclass(slots=True)
-class _Uncommitted:
-    """What the next commit makes final: rows with their counts and stats."""
-
-    counts: list[tuple[str, Any]] = field(default_factory=list)
-    stats: RowStats = field(default_factory=RowStats)
 
 
 class Supervisor:
@@ -110,7 +110,7 @@ class Supervisor:
             on_bad_row=self._bad_row,
             on_notes=job.stats.add_notes,
         )
-        self._rows_run = 0
+        self._results = ResultLog(job, self._window)
         self._ready_at: float | None = None
         self._pool = RowPool(
             self._window,
@@ -129,7 +129,6 @@ class Supervisor:
         self._apart: WorkerState | None = None
         self._notes: set[str] = set()
         self._most_workers = options.workers
-        self._uncommitted = _Uncommitted()
         self._assembler = Assembler(job)
         self._assembling: set[int] = set()
         self._threads = ThreadPoolExecutor(1, "assembly")
@@ -176,7 +175,7 @@ class Supervisor:
             self._tick(time.monotonic())
             if self._stopping is None:
                 self._admit()
-                if self._uncommitted.counts and self._nothing_runs():
+                if self._results.has_results and self._nothing_runs():
                     # Else the end of a job would wait for the next checkpoint.
                     self._commit()
             self._assemble()
@@ -298,9 +297,8 @@ class Supervisor:
             case "ready":
                 self._ready(worker, message)
             case "results":
-                for row, result, stats in message["rows"]:
-                    self._result(worker, row, result, stats)
-                if self._job.journal.pending_bytes > COMMIT_BYTES:
+                self._answered(worker, *worker.answered(ResultBatch.of(message)))
+                if self._results.bytes > COMMIT_BYTES:
                     self._commit()
             case "partials":
                 self._partials(worker, message)
@@ -334,44 +332,39 @@ class Supervisor:
             rows = 2 * worker.want_rows * self._options.workers
             self._window.parts = max(FEWEST_PARTS, 1 + -(-rows // self._job.manifest.part_rows))
 
-    def _result(
-        self, worker: WorkerState, row: int, result: Mapping[str, Any], stats: Mapping[str, Any]
-    ) -> None:
-        pending = worker.answered(row)
-        if pending is None:
+    def _answered(self, worker: WorkerState, answered: Sequence[Pending], batch: ResultBatch) -> None:
+        if not answered:
             return
         self._barren_deaths = 0
-        if result["status"] == "ok":
+        tokens = batch.completion_tokens
+        ok = [place for place, status in enumerate(batch.status) if status == Status.OK]
+        if ok:
             worker.proven = True
             self._convictions = 0
-            self._suspects.finished(pending, result["usage"][1] if result["usage"] else 0)
-        self._record(pending, result)
-        self._uncommitted.stats.add(row, worker.number, stats)
-        self._check_fail_fast(row, result)
+            shortest = min(ok, key=tokens.__getitem__)
+            self._suspects.finished(answered[shortest], tokens[shortest])
+        self._results.add(answered, batch, worker.number)
+        self._check_fail_fast(batch)
 
-    def _record(self, pending: Pending, result: Mapping[str, Any]) -> None:
-        """Keep a result for the next commit."""
-        row = pending.row
-        self._window.answered(row)
-        self._job.journal.append(Kind.RESULT, row, ResultRecord(pending.digest, result).pack())
-        self._uncommitted.counts.append((result["status"], result["usage"]))
-
-    def _check_fail_fast(self, row: int, result: Mapping[str, Any]) -> None:
-        if self._options.fail_fast and result["status"] == "error" and self._stopping is None:
-            error_class, text = result["error"]
-            error = InputError(
-                f"row {row} failed ({error_class}: {text}) and run.fail_fast is set; correct the row and "
-                "continue with --accept-drift, or go on past it with --set run.fail_fast=false"
-            )
-            self._begin_stop(str(error), error, drain=False)
+    def _check_fail_fast(self, batch: ResultBatch) -> None:
+        if not self._options.fail_fast or Status.ERROR not in batch.status or self._stopping is not None:
+            return
+        place = batch.status.index(Status.ERROR)
+        failure = batch.result(place).error
+        assert failure is not None
+        error = InputError(
+            f"row {batch.rows[place]} failed ({failure.error_class}: {failure.message}) and run.fail_fast is "
+            "set; correct the row and continue with --accept-drift, or go on past it with "
+            "--set run.fail_fast=false"
+        )
+        self._begin_stop(str(error), error, drain=False)
 
     def _partials(self, worker: WorkerState, message: Mapping[str, Any]) -> None:
         for row, sample, start, ids in message["rows"]:
             pending = worker.extend(row, sample, start, ids)
             if pending is not None and ids:
                 self._barren_deaths = 0
-                record = PartialRecord(pending.digest, start, ids, sample)
-                self._job.journal.append(Kind.PARTIAL, row, record.pack())
+                self._results.add_partial(pending, sample, start, ids)
         worker.sampled(message["sampled"])
         worker.passed(message["id"])
         self._commit()
@@ -441,30 +434,20 @@ class Supervisor:
                 f"{guilty.row}, and no row finished in between; it looks broken, not the rows: try another "
                 "node, then run `batchgen retry` on the rows that failed with engine_crash"
             )
-        result = guilty_result()
-        self._record(guilty, result)
+        batch = ResultBatch()
+        batch.add(guilty.row, guilty_result(), {})
+        self._results.add([guilty], batch, None)
         self._commit()
         self._suspects.convicted(guilty.row)
-        self._check_fail_fast(guilty.row, result)
+        self._check_fail_fast(batch)
 
     # Results in.
 
     def _commit(self) -> None:
-        """Make everything received so far final, with one fsync."""
-        job, batch = self._job, self._uncommitted
-        committed = job.journal.commit()
-        job.live.note(committed)
-        for record in committed:
-            if record.kind == Kind.RESULT:
-                self._window.finish(record.row, record.location)
-        for status, usage in batch.counts:
-            job.counts.count(status, usage)
-        self._rows_run += len(batch.counts)
-        self._uncommitted = _Uncommitted()
+        """Make everything received so far final."""
+        self._results.commit()
         for worker in self._fleet:
             worker.committed()
-        job.index.sync()
-        job.stats.add_rows(batch.stats)
 
     def _assemble(self) -> None:
         """Hand whole parts to the thread that writes them."""
@@ -611,7 +594,7 @@ class Supervisor:
             state=self._state(),
             rows_total=self._window.selected if self._window.exhausted else self._job.rows_total(),
             rows_done=counts.rows,
-            rows_before=counts.rows - self._rows_run,
+            rows_before=counts.rows - self._results.rows,
             ok=counts.ok,
             error=counts.error,
             skipped=counts.skipped,

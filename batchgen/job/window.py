@@ -7,6 +7,7 @@ The supervisor takes rows from here, reports what is safely in the journal, and 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -217,15 +218,17 @@ class Window:
                 return pending
         return None
 
-    def answered(self, row: int) -> None:
-        """Note that a row has a result, which is not on disk yet; once for each."""
-        self._open[row // self._part_rows].unanswered -= 1
+    def answered(self, rows: Iterable[int]) -> None:
+        """Note that rows have results, which are not on disk yet; once for each."""
+        for part, count in Counter(row // self._part_rows for row in rows).items():
+            self._open[part].unanswered -= count
 
-    def finish(self, row: int, location: Location) -> None:
-        """Note that the result of a row is on disk; twice is harmless."""
-        part = self._open.get(row // self._part_rows)
-        if part is not None:
-            part.done.setdefault(row, location)
+    def finish(self, results: Iterable[tuple[int, Location]]) -> None:
+        """Note that results of rows are on disk; twice is harmless."""
+        for row, location in results:
+            part = self._open.get(row // self._part_rows)
+            if part is not None:
+                part.done.setdefault(row, location)
 
     def whole_parts(self) -> list[OpenPart]:
         """Parts of which every row is done, oldest first."""

@@ -10,6 +10,7 @@ from typing import Any
 from batchgen.job.counters import CommitMark, rows_in_step
 from batchgen.job.progress import TOKEN_COUNTERS
 from batchgen.job.replay import extend_partial
+from batchgen.job.result_batch import ResultBatch
 from batchgen.job.run_options import Worker
 from batchgen.job.window import Pending
 
@@ -94,12 +95,14 @@ class WorkerState:
         self.slowest_seconds = max(self.slowest_seconds, self.silent_seconds)
         self.silent_seconds = 0.0
 
-    def answered(self, row: int) -> Pending | None:
-        """A result has come; None for a row that this worker does not have."""
-        pending = self.in_flight.pop(row, None)
-        if pending is not None:
-            self.in_flight_bytes -= pending.size
-        return pending
+    def answered(self, batch: ResultBatch) -> tuple[list[Pending], ResultBatch]:
+        """Results have come; gives the rows, and the results of those that this worker has."""
+        found = [self.in_flight.pop(row, None) for row in batch.rows]
+        answered = [pending for pending in found if pending is not None]
+        self.in_flight_bytes -= sum([pending.size for pending in answered])
+        if len(answered) < len(batch):
+            batch = batch.without({place for place, pending in enumerate(found) if pending is None})
+        return answered, batch
 
     def extend(self, row: int, sample: int, start: int, ids: list[int]) -> Pending | None:
         """Partial output has come; None for a row that this worker does not have, or after a gap."""

@@ -117,14 +117,10 @@ def test_columns_left_out_do_not_collide(tmp_path: Path) -> None:
     assert plan.schema().names.count("usage") == 1
 
 
-def test_results_from_messages() -> None:
-    message = {
-        "status": "ok", "text": "x", "finish_reason": "stop", "stop_reason": 2, "error": None,
-        "usage": [1, 2, 0],
-    }  # fmt: skip
-    assert RowResult.from_message(message) == RowResult("ok", "x", "stop", "2", None, (1, 2, 0))
-    failed = {**message, "status": "error", "error": ["timeout", "late"], "usage": None}
-    result = RowResult.from_message(failed)
+def test_results_from_the_journal() -> None:
+    values = ["ok", "x", "stop", 2, None, [1, 2, 0]]
+    assert RowResult.of(*values) == RowResult("ok", "x", "stop", "2", None, (1, 2, 0))
+    result = RowResult.of("error", None, None, None, ["timeout", "late"], None)
     assert result.error == RowError(ErrorClass.TIMEOUT, "late")
     assert result.usage is None
 

@@ -18,6 +18,7 @@ from batchgen.dist.channel import Channel, pack
 from batchgen.dist.serve import ReadyEngine, WorkerLoop
 from batchgen.engine.build import Engine
 from batchgen.job.counters import create_counters
+from batchgen.job.journal import ResultRecord, result_payload
 from batchgen.sampling.overrides import RowSampling
 from batchgen.text.prompt import PromptRenderer, PromptSpec
 from batchgen.text.tokenizer import Tokenizer
@@ -103,7 +104,8 @@ class Talk:
                 assert first == len(self.streams[row])
                 self.streams[row] += ids
         elif message["type"] == "results":
-            self.done |= {row: result for row, result, _ in message["rows"]}
+            for row, packed in zip(message["rows"], message["packed"], strict=True):
+                self.done[row] = dict(ResultRecord.unpack(result_payload(bytes(16), packed)).message)
         return message
 
     def end(self) -> None:

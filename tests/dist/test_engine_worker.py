@@ -17,6 +17,7 @@ from tiny_models import oracle, save_tiny_llama
 from batchgen.dist.channel import pack
 from batchgen.dist.handle import WorkerHandle, launch_worker
 from batchgen.job.counters import create_counters, read_counters, rows_in_step
+from batchgen.job.journal import ResultRecord, result_payload
 from batchgen.text.tokenizer import Tokenizer
 
 WAIT = 120
@@ -53,9 +54,10 @@ class Talk:
         """Results of `count` rows, each exactly once."""
         done: dict[int, dict[str, Any]] = {}
         while len(done) < count:
-            for row, result, _ in self.next("results")["rows"]:
+            message = self.next("results")
+            for row, packed in zip(message["rows"], message["packed"], strict=True):
                 assert row not in done
-                done[row] = result
+                done[row] = dict(ResultRecord.unpack(result_payload(bytes(16), packed)).message)
         return done
 
 

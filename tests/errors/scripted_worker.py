@@ -10,6 +10,7 @@ from typing import Any
 
 from thread_worker import ThreadWorker
 
+from batchgen.job.result_batch import ResultBatch
 from batchgen.job.run_options import OnMessage
 
 KILLED = -9
@@ -81,7 +82,7 @@ class ScriptedWorker(ThreadWorker):
                 rows = [row for row in message["rows"] if row[0] not in self._script.stalls]
                 if any(row[0] in self._script.kills for row in rows):
                     return False
-                self._on_message({"type": "results", "rows": [self._answer(row) for row in rows]})
+                self._on_message(self._answers(rows))
             case "canary":
                 self._on_message({"type": "canary"})
             case "checkpoint":
@@ -102,10 +103,17 @@ class ScriptedWorker(ThreadWorker):
             self._on_message(dict(script.says))
         return True
 
-    def _answer(self, row: list[Any]) -> list[Any]:
-        number = row[0]
-        ok = {"status": "ok", "text": f"answer {number}", "finish_reason": "stop", "stop_reason": None}
-        failed = {"status": "error", "text": None, "finish_reason": None, "stop_reason": None}
-        if number in self._script.fails:
-            return [number, {**failed, "error": list(self._script.fails[number]), "usage": None}, {}]
-        return [number, {**ok, "error": None, "usage": [1, 1, 0]}, {"cached_tokens": 0}]
+    def _answers(self, rows: list[list[Any]]) -> dict[str, Any]:
+        batch = ResultBatch()
+        for number, *_ in rows:
+            failed = self._script.fails.get(number)
+            result = {
+                "status": "error" if failed else "ok",
+                "text": None if failed else f"answer {number}",
+                "finish_reason": None if failed else "stop",
+                "stop_reason": None,
+                "error": list(failed) if failed else None,
+                "usage": None if failed else [1, 1, 0],
+            }
+            batch.add(number, result, {})
+        return batch.message()

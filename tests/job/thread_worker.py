@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.data.prompt_values import unpack_prompt_values
+from batchgen.job.result_batch import ResultBatch
 from batchgen.job.run_options import OnMessage
 
 
@@ -81,22 +82,18 @@ class ThreadWorker:
                     self._on_message({**ready, "want_rows": 3})
                 case "rows":
                     self.rows += [row[0] for row in message["rows"]]
-                    self._on_message({"type": "results", "rows": [_answer(r) for r in message["rows"]]})
+                    self._on_message(_answers(message["rows"]))
                 case "checkpoint":
                     partials = {"type": "partials", "id": message["id"], "rows": [], "sampled": 0}
                     self._on_message(partials)
 
 
-def _answer(row: list[Any]) -> list[Any]:
-    result = {
-        "status": "ok",
-        "text": text_of(unpack_prompt_values(row[1])["prompt"]),
-        "finish_reason": "stop",
-        "stop_reason": None,
-        "error": None,
-        "usage": [1, 1, 0],
-    }
-    return [row[0], result, {"cached_tokens": 0}]
+def _answers(rows: list[list[Any]]) -> dict[str, Any]:
+    ok = {"status": "ok", "finish_reason": "stop", "stop_reason": None, "error": None, "usage": [1, 1, 0]}
+    batch = ResultBatch()
+    for row, values, *_ in rows:
+        batch.add(row, {**ok, "text": text_of(unpack_prompt_values(values)["prompt"])}, {})
+    return batch.message()
 
 
 class ThreadLauncher:
