@@ -22,8 +22,8 @@ from batchgen.job.selection import Selection
 
 DuplicatePolicy = Literal["error", "suffix", "keep_first"]
 
-ROWS_AT_ONCE = 1000
-"""Between two looks at whether to stop."""
+# Between two looks at whether to stop.
+_ROWS_AT_ONCE = 1000
 
 
 class Interrupted(Exception):
@@ -74,7 +74,7 @@ def decide_ids(
         while not reading.complete:
             if stops():
                 raise Interrupted(stops.reason())
-            reading.read(ROWS_AT_ONCE)
+            reading.read()
     ledger.merge_all()
     return decide(ledger, policy, folder)
 
@@ -106,12 +106,12 @@ class IdReading:
         """Of the first row that was not looked at."""
         return max(self.position.ordinal, self._ledger.start)
 
-    def read(self, most: int) -> None:
-        """Read rows, `most` of them at most. Raises InputError, StorageError."""
+    def read(self) -> None:
+        """Read some rows. Raises InputError, StorageError."""
         if self._reader is None:
             self._reader = self._inputs.rows(self.position)
         ledger, first, before = self._ledger, self._selection.first, self.position.ordinal
-        for row in islice(self._reader, most):
+        for row in islice(self._reader, _ROWS_AT_ONCE):
             self.position = row.next_position
             if row.selected and row.ordinal >= ledger.start:
                 ledger.add(row.id, row.ordinal)
@@ -120,7 +120,7 @@ class IdReading:
                 break
         else:
             # A reader that has ended yields nothing more.
-            self.complete = self.position.ordinal - before < most
+            self.complete = self.position.ordinal - before < _ROWS_AT_ONCE
         self._moved()
 
     def take(self, ids: ReadIds) -> None:

@@ -20,7 +20,7 @@ from batchgen.data.identity import AUTO_COLUMN
 from batchgen.data.row import Position, Row
 from batchgen.data.source import InputSet
 from batchgen.job.files import atomic_write
-from batchgen.job.ids import ROWS_AT_ONCE, IdReading, goes_beyond, has_ids
+from batchgen.job.ids import IdReading, goes_beyond, has_ids
 from batchgen.job.selection import Selection
 from batchgen.types import BatchgenError, UsageError
 
@@ -150,7 +150,7 @@ class UniqueIds:
         elif will_come and self._feed.fast() and not self._run_is_over:
             self._stop.wait(_POLL_SECONDS)
         else:
-            reading.read(ROWS_AT_ONCE)
+            reading.read()
 
     def _repeated(self, ledger: IdLedger, first: int, second: int) -> UsageError:
         one, other = (self._row(ledger.nearest(ordinal), ordinal) for ordinal in (first, second))

@@ -35,8 +35,7 @@ from batchgen.types import DriftError, UsageError
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ids_module, "HELD_ROWS", 4)
-    for module in (ids_module, unique_ids):
-        monkeypatch.setattr(module, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(ids_module, "_ROWS_AT_ONCE", 2)
     monkeypatch.setattr(id_ledger, "_FANOUT", 3)
     monkeypatch.setattr(id_decisions, "_MOST_IN_MEMORY", 4)
 
@@ -115,7 +114,7 @@ def test_what_was_done_stays_when_ids_are_then_suffixed(tmp_path: Path) -> None:
 
 
 def test_a_stop_while_ids_are_read_can_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ids_module, "ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(ids_module, "_ROWS_AT_ONCE", 1)
     settings = job(tmp_path, ["a", "b", "a", "a"], duplicate_ids="suffix")
     setup = setup_of(settings)
 

@@ -141,7 +141,7 @@ def test_max_time_ends_also_the_reading_of_ids(
         added.append(ordinal)
         read(self, row_id, ordinal)
 
-    monkeypatch.setattr(ids_module, "ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(ids_module, "_ROWS_AT_ONCE", 1)
     monkeypatch.setattr(ids_module.IdLedger, "add", slow)
     settings = job(tmp_path, [str(i) for i in range(400)], duplicate_ids=policy, part_rows=100)
     settings.options = {"max_time": 2.0}
