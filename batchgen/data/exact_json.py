@@ -200,11 +200,15 @@ def encode(value: Any) -> str:
     base64, lone surrogates U+FFFD. Line separators of Unicode are escaped, so that readers which split text
     on them see one line too.
     """
-    text = _encode(value)
-    if not text.isascii():
-        text = text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-        text = clean_text(text)
-    return text
+    return one_line(draft(value))
+
+
+def one_line(text: str) -> str:
+    """What `encode` gives, from JSON that was put together of drafts."""
+    if text.isascii():
+        return text
+    text = text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return clean_text(text)
 
 
 def clean_text(text: str) -> str:
@@ -215,7 +219,8 @@ def clean_text(text: str) -> str:
 _encode_plain = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False).encode
 
 
-def _encode(value: Any) -> str:
+def draft(value: Any) -> str:
+    """JSON as `encode` writes it, but with lone surrogates and separators of lines in its strings."""
     write = _WRITERS.get(type(value))
     if write is None:
         write = next((w for type_, w in _WRITERS.items() if isinstance(value, type_)), None)
@@ -225,7 +230,7 @@ def _encode(value: Any) -> str:
 
 
 def _encode_dict(value: dict[Any, Any]) -> str:
-    return "{" + ", ".join([f"{encode_basestring(str(k))}: {_encode(v)}" for k, v in value.items()]) + "}"
+    return "{" + ", ".join([f"{encode_basestring(str(k))}: {draft(v)}" for k, v in value.items()]) + "}"
 
 
 def _encode_list(value: list[Any] | tuple[Any, ...]) -> str:
@@ -237,7 +242,7 @@ def _encode_list(value: list[Any] | tuple[Any, ...]) -> str:
         plain = _try_plain(value)
         if plain is not None:
             return plain
-    return "[" + ", ".join(map(_encode, value)) + "]"
+    return "[" + ", ".join(map(draft, value)) + "]"
 
 
 # The most special type first, for values of types derived from these.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, cast
 
@@ -165,10 +165,13 @@ class VerbatimPassthrough:
     reserved: Collection[str]
     selected: Collection[str] | None
     omitted: Collection[str]
+    _taken: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_taken", frozenset((self.extra, *self.reserved)))
 
     def members(self, row: Row) -> Mapping[str, Any]:
-        taken = {self.extra, *self.reserved}
-        values = dict(_going_through(row, self.selected, self.omitted))
+        taken, values = self._taken, dict(_going_through(row, self.selected, self.omitted))
         if taken.isdisjoint(values):
             return values
         members = {name: value for name, value in values.items() if name not in taken}
@@ -291,9 +294,11 @@ def _writable_field(field: pa.Field) -> pa.Field:
 def _going_through(
     row: Row, selected: Collection[str] | None, omitted: Collection[str]
 ) -> Iterable[tuple[str, Any]]:
-    for name, value in row.values.items():
-        if name not in omitted and (selected is None or name in selected):
-            yield name, value
+    return [
+        (name, value)
+        for name, value in row.values.items()
+        if name not in omitted and (selected is None or name in selected)
+    ]
 
 
 def _listed(names: Collection[str] | None) -> list[str] | None:

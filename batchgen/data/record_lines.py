@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from batchgen.data.exact_json import encode
+from batchgen.data.exact_json import draft, encode, one_line
 from batchgen.data.passthrough import MemberPassthrough
 from batchgen.data.row import Row
 from batchgen.data.row_result import INCLUDED, TOKEN_IDS, RowResult, unpack_ids
@@ -40,7 +40,7 @@ class OurLine:
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
-        self._names = {key: f", {encode(name)}: " for key, name in names.items()}
+        self._names = {key: f", {draft(name)}: " for key, name in names.items()}
         self._includes = [key for key in INCLUDED if key in names]
         self._reasons: dict[tuple[str | None, str | None, str], str] = {}
 
@@ -48,13 +48,14 @@ class OurLine:
         names = self._names
         text = f"{names['row']}{row}" if "row" in names else ""
         if "id" in names:
-            text += f"{names['id']}{encode(row_id)}"
+            text += f"{names['id']}{draft(row_id)}"
         if members:
-            text += f", {encode(dict(members))[1:-1]}"
+            text += f", {draft(dict(members))[1:-1]}"
         if "generated_text" in names:
-            text += f"{names['generated_text']}{encode(result.generated_text)}"
+            text += f"{names['generated_text']}{draft(result.generated_text)}"
         text += self._reason(result)
-        return f"{{{text[2:]}{self._rest(result)}}}" if text else f"{{{self._rest(result)[2:]}}}"
+        text += self._rest(result)
+        return one_line(f"{{{text[2:]}}}")
 
     def _reason(self, result: RowResult) -> str:
         """Few combinations occur, so each is put together once."""
@@ -65,7 +66,7 @@ class OurLine:
                 self._reasons.clear()
             named = zip(("finish_reason", "stop_reason", "status"), key, strict=True)
             known = "".join(
-                f"{self._names[name]}{encode(value)}" for name, value in named if name in self._names
+                f"{self._names[name]}{draft(value)}" for name, value in named if name in self._names
             )
             self._reasons[key] = known
         return known
@@ -85,7 +86,7 @@ class OurLine:
             value = included.get(key)
             if key in TOKEN_IDS and value is not None:
                 value = unpack_ids(value)
-            text += f"{self._names[key]}{encode(value)}"
+            text += f"{self._names[key]}{draft(value)}"
         return text
 
 

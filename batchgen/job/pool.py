@@ -51,6 +51,7 @@ class RowPool:
         self._bytes = 0
         self._length = 0
         self._stale = 0
+        self._window_full = False
 
     def __len__(self) -> int:
         return self._length + len(self._again)
@@ -78,9 +79,10 @@ class RowPool:
         while self._bytes < self._most_bytes:
             pending = self._window.take()
             if pending is None:
-                return
+                break
             if not self._is_expected(pending):
                 self._add(pending)
+        self._window_full = self._window.full
 
     def take(self) -> Pending | None:
         """The next row to run; None when there is none here."""
@@ -109,7 +111,7 @@ class RowPool:
         """The first row of the oldest part that has any here, if that part is nearly done or holds up all."""
         oldest = next(iter(self._parts.values()))
         nearly_done = len(oldest) * STRAGGLERS <= self._part_rows
-        holds_up = self._length <= self._part_rows and self._window.full
+        holds_up = self._window_full and self._length <= self._part_rows
         if not (nearly_done or holds_up):
             return None
         self._stale += 1

@@ -69,7 +69,7 @@ class OpenPart:
     Args:
         part: its number.
         indexer: digests of the rows that were read.
-        first: ordinal of the first row that may be selected.
+        first, stop: ordinals of the first row that may be selected, and after the last.
         known: what an earlier reading found.
         selected: how many of the rows that were read are selected.
         done: selected row to where its result lies, or the result itself where it stays from the part that
@@ -86,6 +86,7 @@ class OpenPart:
     part: int
     indexer: PartIndexer
     first: int
+    stop: int
     known: PartIndexEntry | None = None
     selected: int = 0
     done: dict[int, Location | RowResult | None] = field(default_factory=dict)
@@ -263,7 +264,7 @@ class Window:
         kept = None if replaced is None else replaced.kept()
         indexer = PartIndexer(self._next_part, self._position)
         self._reading = OpenPart(
-            self._next_part, indexer, span[0], self._index.get(self._next_part), kept=kept
+            self._next_part, indexer, *span, known=self._index.get(self._next_part), kept=kept
         )
         self._open[self._next_part] = self._reading
         self._next_part += 1
@@ -348,7 +349,8 @@ class Window:
             self._end_of_input(part)
             return None
         part.indexer.add(row)
-        self._check(part)
+        if part.known is not None:
+            self._check(part)
         pending = None
         if part.rows is not None:
             self._take_room(part, row.size)
@@ -356,7 +358,7 @@ class Window:
             pending = self._place(part, row)
             if part.rows is not None:
                 part.rows.append(row)
-        if row.ordinal + 1 == self._selection.span(part.part, self._part_rows)[1] or self._limit_reached():
+        if row.ordinal + 1 == part.stop or self._limit_reached():
             self._close_reading(part)
         return pending
 
