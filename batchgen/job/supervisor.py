@@ -10,16 +10,14 @@ import queue
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from batchgen.data.row import Row
-from batchgen.data.sink import warm_up
-from batchgen.job.assembly import Assembler
+from batchgen.job.assembly_thread import AssemblyThread
 from batchgen.job.attempts import Attempt
-from batchgen.job.canary import find_canary
+from batchgen.job.dispatch import Dispatcher
 from batchgen.job.events import Assembled, Message, StopAsked, Stopping
 from batchgen.job.fleet import Fleet
 from batchgen.job.parts import PartCommit
@@ -31,8 +29,9 @@ from batchgen.job.result_batch import ResultBatch
 from batchgen.job.result_log import ResultLog
 from batchgen.job.row_order import ORDERS, shuffled
 from batchgen.job.run_options import Launcher, RunOptions
-from batchgen.job.window import OpenPart, Pending, Window
-from batchgen.job.workers import WorkerState, describe_exit
+from batchgen.job.window import Pending, Window
+from batchgen.job.worker_deaths import WorkerDeaths
+from batchgen.job.workers import WorkerState
 from batchgen.types import (
     BatchgenError,
     EngineError,
@@ -43,15 +42,11 @@ from batchgen.types import (
     UsageError,
 )
 
-MAX_BARREN_DEATHS = 4
-MAX_FAILED_STARTS = 3
-MAX_CONVICTIONS_IN_A_ROW = 10
 COMMIT_BYTES = 4 * 1024 * 1024
 PROGRESS_SECONDS = 0.5
 FEWEST_PARTS, MOST_PARTS = 4, 32
 COMMIT_SECONDS = 2.0
 GOODBYE_SECONDS = 1.0
-REFILL_SHARE = 8
 _ERRORS = {2: UsageError, 3: InputError, 5: StorageError, 7: EngineError}
 
 
@@ -86,7 +81,6 @@ class Supervisor:
         self._job = job
         self._options = options
         self._attempt = attempt
-        self._columns = columns
         self._report = report
         self._say = say
         self._events: queue.SimpleQueue[Message | Assembled | StopAsked] = events
@@ -126,16 +120,20 @@ class Supervisor:
             lambda number, content: events.put(Message(number, content)),
             options.hang_seconds,
         )
-        self._apart: WorkerState | None = None
+        self._dispatcher = Dispatcher(job.manifest, options, self._pool, self._suspects, self._fleet)
+        self._deaths = WorkerDeaths(
+            job,
+            columns,
+            find_guilty=options.poison,
+            pool=self._pool,
+            suspects=self._suspects,
+            dispatcher=self._dispatcher,
+            convict=self._convict,
+            say=say,
+        )
+        self._assembly = AssemblyThread(job, events)
         self._notes: set[str] = set()
-        self._most_workers = options.workers
-        self._assembler = Assembler(job)
-        self._assembling: set[int] = set()
-        self._threads = ThreadPoolExecutor(1, "assembly")
-        # While the workers load; else the first part would make memory grow by half while rows run.
-        self._threads.submit(warm_up)
         self._stopping: Stopping | None = None
-        self._barren_deaths = self._failed_starts = self._convictions = 0
         self._checkpoints = 0
         self._started = self._ticked = time.monotonic()
         self._next_checkpoint = self._started + options.checkpoint_seconds
@@ -194,69 +192,16 @@ class Supervisor:
     # Rows out.
 
     def _admit(self) -> None:
-        """Give ready workers rows, and start workers when there are rows to give."""
+        """Read on, and give workers what there is."""
         try:
             # Also where nothing has to run: reading is what finds that out.
             self._pool.fill()
         except InputError as error:
             self._begin_stop(str(error), error, drain=False)
             return
-        for worker in self._fleet:
-            if worker.ready and not worker.stop_sent:
-                self._give(worker)
-        self._start_workers()
+        self._dispatcher.run()
         if self._pool.starved:
             self._hurry()
-
-    def _start_workers(self) -> None:
-        """As many as there are rows for; the first of a job alone, because the others repeat its choices."""
-        pinned = dict(self._job.manifest.pinned) or None
-        most = self._most_workers if pinned else 1
-        starting = sum(not worker.ready for worker in self._fleet)
-        while len(self._fleet) < most and len(self._pool) + len(self._suspects) > starting:
-            self._fleet.start(pinned)
-            starting += 1
-
-    def _give(self, worker: WorkerState) -> None:
-        if self._apart is None and self._suspects and not worker.busy:
-            self._apart = worker
-        if worker is not self._apart:
-            self._fill(worker)
-        elif not worker.busy:
-            self._run_apart(worker)
-
-    def _run_apart(self, worker: WorkerState) -> None:
-        """Give the next group of suspects to a worker that runs nothing else."""
-        self._suspects.passed()
-        canary = self._suspects.canary
-        if not self._suspects:
-            self._apart = None
-            self._fill(worker)
-        elif canary is not None and not worker.proven:
-            worker.send_canary(canary)
-        else:
-            worker.send_rows(self._suspects.next_group())
-
-    def _fill(self, worker: WorkerState) -> None:
-        room = self._share(worker) - len(worker.in_flight)
-        if room <= 0 or (worker.in_flight and room < worker.want_rows // REFILL_SHARE):
-            return
-        batch: list[Pending] = []
-        free = self._options.in_flight_bytes // self._options.workers - worker.in_flight_bytes
-        while len(batch) < room and (free > 0 or not (batch or worker.in_flight)):
-            pending = self._pool.take()
-            if pending is None:
-                break
-            batch.append(pending)
-            free -= pending.size
-        worker.send_rows(batch)
-
-    def _share(self, worker: WorkerState) -> int:
-        """Rows that a worker may have; near the end no more than its part of what is left."""
-        if not self._pool.exhausted or self._most_workers == 1:
-            return worker.want_rows
-        left = len(self._pool) + sum(len(w.in_flight) for w in self._fleet if w is not self._apart)
-        return min(worker.want_rows, -(-left // self._most_workers))
 
     def _hurry(self) -> None:
         """Nothing can be read before parts are committed: commit what holds them up, and open more later."""
@@ -306,7 +251,7 @@ class Supervisor:
                 worker.progressed(message, draining=self._stopping is not None)
             case "canary":
                 worker.canary_answered()
-                self._barren_deaths = 0
+                self._deaths.engine_worked()
             case "fatal":
                 worker.fatal = message
             case unknown:
@@ -326,7 +271,7 @@ class Supervisor:
         worker.ready = True
         if self._ready_at is None:
             self._ready_at = time.monotonic()
-        self._failed_starts = 0
+        self._deaths.worker_started()
         worker.want_rows = max(1, message["want_rows"])
         if self._options.window_parts is None:
             rows = 2 * worker.want_rows * self._options.workers
@@ -335,12 +280,12 @@ class Supervisor:
     def _answered(self, worker: WorkerState, answered: Sequence[Pending], batch: ResultBatch) -> None:
         if not answered:
             return
-        self._barren_deaths = 0
+        self._deaths.engine_worked()
         tokens = batch.completion_tokens
         ok = [place for place, status in enumerate(batch.status) if status == Status.OK]
         if ok:
             worker.proven = True
-            self._convictions = 0
+            self._deaths.row_finished()
             shortest = min(ok, key=tokens.__getitem__)
             self._suspects.finished(answered[shortest], tokens[shortest])
         self._results.add(answered, batch, worker.number)
@@ -363,7 +308,7 @@ class Supervisor:
         for row, sample, start, ids in message["rows"]:
             pending = worker.extend(row, sample, start, ids)
             if pending is not None and ids:
-                self._barren_deaths = 0
+                self._deaths.engine_worked()
                 self._results.add_partial(pending, sample, start, ids)
         worker.sampled(message["sampled"])
         worker.passed(message["id"])
@@ -381,59 +326,9 @@ class Supervisor:
                 raise error
             lines = [str(error)]
         if self._stopping is None:
-            self._died(worker, code, lines)
-
-    def _died(self, worker: WorkerState, code: int | None, lines: list[str]) -> None:
-        what = f"worker {worker.number} (process {worker.handle.pid}) {describe_exit(code)}"
-        self._barren_deaths += 1
-        self._failed_starts += not worker.ready
-        if self._barren_deaths >= MAX_BARREN_DEATHS:
-            tail = "\n  ".join(["its last words:", *lines]) if lines else "it said nothing"
-            raise EngineError(
-                f"{what}, {self._barren_deaths} times in a row without a single new result; try less "
-                f"memory (engine.max_num_seqs, engine.kv_cache_memory) or another node; {tail}"
-            )
-        self._say(f"{what}; {self._take_back(worker)}")
-        if self._failed_starts >= MAX_FAILED_STARTS and len(self._fleet):
-            self._most_workers = len(self._fleet)
-            self._say(f"a further worker does not start; going on with {self._most_workers}")
-
-    def _take_back(self, worker: WorkerState) -> str:
-        """See to the rows of a worker that died; says what becomes of them."""
-        in_step = worker.in_step()
-        rows = worker.take_back()
-        if worker is self._apart:
-            self._apart = None
-            return self._died_apart(rows, in_step)
-        if not self._options.poison or not rows:
-            self._pool.put_back(rows)
-            return f"starting another, which gets its {len(rows)} rows again"
-        if self._suspects.canary is None and (known := find_canary(self._job, self._columns)) is not None:
-            self._suspects.finished(*known)
-        self._suspects.accuse(rows, in_step)
-        return (
-            f"starting another; its {len(rows)} rows run again apart from others, to find out whether one "
-            "of them kills the engine"
-        )
-
-    def _died_apart(self, rows: list[Pending], in_step: set[int]) -> str:
-        if not rows:
-            self._suspects.passed()
-            return "starting another, because no suspected row was with it"
-        guilty = self._suspects.died(rows, in_step)
-        if guilty is None:
-            return f"starting another; {len(rows)} rows are suspected"
-        self._convict(guilty)
-        return f"row {guilty.row} kills the engine also when it runs alone, and becomes an error row"
+            self._deaths.died(worker, code, lines, len(self._fleet))
 
     def _convict(self, guilty: Pending) -> None:
-        self._convictions += 1
-        if self._convictions > MAX_CONVICTIONS_IN_A_ROW:
-            raise EngineError(
-                f"the engine died on each of {self._convictions} rows that ran alone, the last being row "
-                f"{guilty.row}, and no row finished in between; it looks broken, not the rows: try another "
-                "node, then run `batchgen retry` on the rows that failed with engine_crash"
-            )
         batch = ResultBatch()
         batch.add(guilty.row, guilty_result(), {})
         self._results.add([guilty], batch, None)
@@ -450,23 +345,13 @@ class Supervisor:
             worker.committed()
 
     def _assemble(self) -> None:
-        """Hand whole parts to the thread that writes them."""
+        """Have whole parts written."""
         if self._stopping is not None and self._stopping.error is not None:
             return
-        for part in self._window.whole_parts():
-            if part.part not in self._assembling:
-                self._assembling.add(part.part)
-                self._threads.submit(self._write_part, part)
-
-    def _write_part(self, part: OpenPart) -> None:
-        try:
-            outcome: PartCommit | BaseException = self._assembler.write(part)
-        except BaseException as error:
-            outcome = error
-        self._events.put(Assembled(part.part, outcome))
+        self._assembly.write(self._window.whole_parts())
 
     def _assembled(self, event: Assembled) -> None:
-        self._assembling.discard(event.part)
+        self._assembly.ended(event.part)
         if isinstance(event.outcome, BaseException):
             raise event.outcome
         self._window.close_part(event.part)
@@ -565,9 +450,8 @@ class Supervisor:
             worker.stop()
         for worker in self._fleet:
             self._fleet.end(worker, worker.handle.wait(GOODBYE_SECONDS if self._window.exhausted else 0.0))
-        self._threads.shutdown(cancel_futures=True)
+        self._assembly.close()
         self._drain_assembled()
-        self._assembler.close()
         self._window.close()
         final = self._progress()
         final.state = "done" if self._stopping is None else "stopped"
