@@ -204,12 +204,17 @@ class Supervisor:
             self._hurry()
 
     def _hurry(self) -> None:
-        """Nothing can be read before parts are committed: commit what holds them up, and open more later."""
-        hungry = any(w.ready and 2 * len(w.in_flight) < w.want_rows for w in self._fleet)
-        if hungry and self._options.window_parts is None:
-            self._window.parts = max(self._window.parts, min(self._window.parts + 1, MOST_PARTS))
+        """Nothing can be read before parts are committed: see to what holds them up.
+
+        More parts are opened where that is rows that run. Where it is the writing of parts, more would only
+        wait in memory.
+        """
         if self._window.awaits_commit:
             self._commit()
+        elif self._options.window_parts is None and not self._window.whole_parts():
+            hungry = any(w.ready and 2 * len(w.in_flight) < w.want_rows for w in self._fleet)
+            if hungry:
+                self._window.parts = max(self._window.parts, min(self._window.parts + 1, MOST_PARTS))
 
     def _bad_row(self, row: Row) -> None:
         error = row.error
