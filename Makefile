@@ -8,9 +8,10 @@ MODEL := build/SmolLM2-135M-Instruct.Q4_1.gguf
 HUMANEVAL := build/HumanEval.jsonl.gz
 KILLS ?= 40
 ROWS ?= 4000
+MINUTES ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake memory job-side bench audit clean
+.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory job-side bench audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +53,7 @@ ci: test ## the longer suites too, under 60 minutes
 	BATCHGEN_FUZZ=50 $(BIN)/python -m pytest tests/spec/test_job_file_fuzz.py --timeout 1800
 	$(BIN)/python tests/e2e/storm.py --kills 3 --rows 32 --fresh
 	$(BIN)/python tests/e2e/storm_fake.py --fresh
+	PYTHONPATH=tests:tests/models $(BIN)/python tests/e2e/soak.py --minutes 1
 
 parity: $(MODEL) $(HUMANEVAL) ## greedy output against transformers on 64 real prompts
 	BATCHGEN_PARITY_PROMPTS=64 $(BIN)/python -m pytest tests/parity/test_real_parity.py --timeout 3600
@@ -78,6 +80,9 @@ storm: $(MODEL) $(HUMANEVAL) ## 2 x 20 SIGKILLs of the demo job, greedy and samp
 
 storm-fake: $(VENV)/.installed ## 40 SIGKILLs of a job with the fake engine; by hand: KILLS=1000 ROWS=50000
 	$(BIN)/python tests/e2e/storm_fake.py --kills $(KILLS) --rows $(ROWS)
+
+soak: $(VENV)/.installed ## one engine under everything at once; by hand: MINUTES=30
+	PYTHONPATH=tests:tests/models $(BIN)/python tests/e2e/soak.py --minutes $(MINUTES)
 
 memory: $(MODEL) ## resident memory over 20,000 rows
 	$(BIN)/python tests/e2e/memory_growth.py

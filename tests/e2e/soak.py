@@ -1,9 +1,9 @@
 """A long run of one engine under everything at once; `make soak MINUTES=30`.
 
-Random lengths, shared prefixes, samples, stops, penalties, priorities, scored prompts, cancellations, and steps that
-run out of memory, on a small hybrid model whose pool is always short. The scheduler checks its invariants after
-every step; some rows are computed again by an engine that does one row at a time and must be equal. At the end
-the pool is full again, and resident memory is what it was after the first minute.
+Random lengths, shared prefixes, samples, stops, penalties, priorities, scored prompts, cancellations, and
+steps that run out of memory, on a small hybrid model whose pool is always short. The scheduler checks its
+invariants after every step; some rows are computed again by an engine that does one row at a time and must be
+equal. At the end the pool is full again, and resident memory is what it was after the first minute.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from pathlib import Path
 
 import psutil
 import torch
-from engine_harness import make_engine, run, small_pool
-from tiny_models import save_tiny_hybrid
+from engine_harness import make_engine, small_pool
+from families import FAMILIES
 
 from batchgen.core.scheduler import SchedulerOutput
 from batchgen.engine.build import Engine
 from batchgen.types import ErrorClass, Output, Request, RowError, SamplingParams, Scoring
 
+HYBRID = next(family for family in FAMILIES if family.name == "gemma2")
 LIVE = 24
 CHECKED = 0.02
 CANCELLED = 0.02
 NO_MEMORY = 0.003
-LONGEST = 200
+LONGEST = 100
+MAX_MODEL_LEN = 160
+POOL = 224
 
 
 class Soak:
@@ -37,9 +40,10 @@ class Soak:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.random = random.Random(seed)
-        self.engine = small_pool(folder, tokens=640, max_num_seqs=8, max_num_batched_tokens=64)
-        self.alone = make_engine(folder, max_num_seqs=1, max_num_batched_tokens=256, prefix_caching=False)
-        self.prefixes = [self._tokens(n) for n in (16, 33, 64, 96)]
+        limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+        self.engine = small_pool(folder, tokens=POOL, **limits)
+        self.alone = make_engine(folder, **{**limits, "max_num_seqs": 1, "prefix_caching": False})
+        self.prefixes = [self._tokens(n) for n in (16, 33, 48)]
         self.kept: dict[int, Request] = {}
         self.counts: Counter[str] = Counter()
         self.rows = 0
@@ -94,7 +98,9 @@ class Soak:
 
     def _prompt(self) -> list[int]:
         head = self.random.choice([[], *self.prefixes])
-        return head + self._tokens(self.random.choice([1, 2, 15, 16, 17, self.random.randint(1, LONGEST - 96)]))
+        return head + self._tokens(
+            self.random.choice([1, 2, 15, 16, 17, self.random.randint(1, LONGEST - 96)])
+        )
 
     def _sampling(self) -> SamplingParams:
         pick = self.random
@@ -151,7 +157,7 @@ def main() -> None:
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        soak = Soak(save_tiny_hybrid(Path(folder)), args.seed)
+        soak = Soak(HYBRID.save(Path(folder)), args.seed)
         process, begun = psutil.Process(), time.monotonic()
         warm, told = 0, begun
         while (now := time.monotonic()) < begun + 60 * args.minutes:
