@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,18 @@ from job_inputs import data_bytes, read_output
 from test_selection_machine import run
 from thread_worker import Killed, ThreadLauncher
 
+from batchgen.data.row import Row
 from batchgen.job import ids as ids_module
-from batchgen.job import unique_ids
+from batchgen.job import unique_ids, window
+from batchgen.job.assembly import Assembler
 from batchgen.job.folder import JobFolder
 from batchgen.job.gates import Gate
 from batchgen.job.manifest import require_manifest
 from batchgen.job.run import run_job
 from batchgen.job.supervisor import Supervisor
 from batchgen.job.verify import verify_folder
-from batchgen.types import DriftError, EngineError, UsageError
+from batchgen.job.window import OpenPart
+from batchgen.types import DriftError, EngineError, InputError, UsageError
 
 
 def write(path: Path, ids: list[str], prompt: str = "p") -> None:
@@ -82,6 +85,46 @@ def test_ids_of_an_input_that_changed_behind_the_finished_parts(tmp_path: Path) 
     assert found_ids(settings) == ["a", "b", "c", "x", "y", "a#2", "z", "b#2", "w"]
     settings.options = {}
     same_as_at_once(settings)
+
+
+@pytest.mark.parametrize("policy", ["suffix", "keep_first"])
+@pytest.mark.parametrize("kept_bytes", [0, 2500])
+def test_rows_that_do_not_stay_in_memory_are_read_again(
+    tmp_path: Path, kept_bytes: int, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ids that are decided about, a condition and a row that cannot be read; all parts, or some."""
+    settings = job(tmp_path, list("abcadefaghijk"), duplicate_ids=policy, where="id != 'e'")
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write("{broken\n")
+    again: list[int] = []
+    read = Assembler._read_again
+
+    def counted(self: Assembler, part: OpenPart) -> Iterator[Row]:
+        again.append(part.part)
+        return read(self, part)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(window, "KEPT_BYTES", kept_bytes)
+        patched.setattr(Assembler, "_read_again", counted)
+        run(settings)
+    assert sorted(set(again)) == [0, 1, 2, 3, 4] if kept_bytes == 0 else again
+    same_as_at_once(settings)
+
+
+def test_an_input_that_changes_before_its_part_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = job(tmp_path, list("abc"), part_rows=10)
+    read = Assembler._read_again
+
+    def changed(self: Assembler, part: OpenPart) -> Iterator[Row]:
+        write(tmp_path / "in.jsonl", list("abd"))
+        return read(self, part)
+
+    monkeypatch.setattr(window, "KEPT_BYTES", 0)
+    monkeypatch.setattr(Assembler, "_read_again", changed)
+    with pytest.raises(InputError, match="rows 0 to 2 are not what they were"):
+        run(settings)
 
 
 def test_ids_beyond_a_selection_that_became_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
