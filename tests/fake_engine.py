@@ -31,8 +31,10 @@ from batchgen.dist.serve import ReadyEngine, serve
 from batchgen.sampling.overrides import RowSampling
 from batchgen.text.prompt import PromptRenderer
 from batchgen.text.prompt_spec import PromptSpec
+from batchgen.text.task_request import TaskRequests
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import (
+    Classification,
     EngineError,
     ErrorClass,
     FinishReason,
@@ -41,6 +43,8 @@ from batchgen.types import (
     Request,
     RowError,
     Sample,
+    Task,
+    TokenScores,
     UsageError,
 )
 
@@ -183,12 +187,16 @@ class FakeCore:
 
     def add(self, request: Request) -> Output | None:
         sampling = request.sampling
-        wanted = answer(
-            sampling.seed,
-            request.request_id,
-            request.prompt_token_ids,
-            sampling.max_tokens,
-            self.behaviour.tokens,
+        wanted = (
+            []
+            if request.task is not Task.GENERATE
+            else answer(
+                sampling.seed,
+                request.request_id,
+                request.prompt_token_ids,
+                sampling.max_tokens,
+                self.behaviour.tokens,
+            )
         )
         self._waiting.append(_Live(request, wanted))
         return None
@@ -257,6 +265,8 @@ class FakeCore:
 
     def _finished(self, live: _Live) -> Output:
         request = live.request
+        if request.task is not Task.GENERATE:
+            return self._read(live)
         full = len(live.ids) == request.sampling.max_tokens
         text: str = text_of(live.ids)
         reasoning = None
@@ -280,6 +290,29 @@ class FakeCore:
             decode_seconds=time.monotonic() - live.started,
             control_tokens=request.control_tokens,
         )
+
+    def _read(self, live: _Live) -> Output:
+        """What a task other than generating gives: a function of the prompt alone."""
+        request = live.request
+        output = Output(
+            request.request_id,
+            prompt_tokens=len(request.prompt_token_ids),
+            cached_tokens=self.counters.sampled % 7,
+            truncated_tokens=request.truncated_tokens,
+            queue_seconds=live.started - live.added,
+        )
+        if request.scoring is not None:
+            wanted = [one.scoring for one in (request, *request.following) if one.scoring is not None]
+            targets = [target for scoring in wanted for target in scoring.targets]
+            output.scores = TokenScores(
+                array("d", [-target / 64 for target in targets]), array("q", [1 + t % 2 for t in targets])
+            )
+        elif request.task is Task.EMBED:
+            output.embedding = array("f", [sum(request.prompt_token_ids), len(request.prompt_token_ids)])
+        else:
+            share = len(request.prompt_token_ids) % 8 / 8
+            output.classification = Classification((("no", 1 - share), ("yes", share)))
+        return output
 
     def _fault(self, fault: Fault) -> str:
         if fault.do not in _ROW_ERRORS and fault.do != "stall" and _once_more(fault, self.behaviour):
@@ -327,7 +360,7 @@ class _NoTokenizer:
 
     chat_template = "{{ messages | map(attribute='content') | join('\n') }}"
     special_tokens_map: Mapping[str, str] = {}
-    eos_token_id = None
+    eos_token_id = 0
     bos_token_id = None
 
     def __init__(self) -> None:
@@ -372,6 +405,7 @@ def build(config: Mapping[str, Any]) -> ReadyEngine:
     return ReadyEngine(
         core=FakeCore(behaviour, max_num_seqs),
         renderer=renderer,
+        requests=TaskRequests(Task(spec.task), renderer.tokenizer, length),
         sampling=RowSampling(config["sampling"], {}, spec.per_row),
         max_num_seqs=max_num_seqs,
         pinned={**pinned, **(config.get("pinned") or {}), **behaviour.pinned},

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.grammar import agreeing, counted
-from batchgen.types import BatchgenError, InputError, StorageError, UsageError
+from batchgen.types import BatchgenError, InputError, StorageError, Task, UsageError
 
 if TYPE_CHECKING:
     from batchgen.data.row import Row
@@ -204,7 +204,7 @@ def bind_prompt(spec: JobSpec, inputs: InputSet) -> PromptSpec:
     sampling = spec.sampling.model_dump()
     if inputs.format == "openai_batch" and sampling["per_row"] is None:
         sampling["per_row"] = BATCH_SAMPLING
-    prompt = spec_from_sections(spec.prompt.model_dump(), sampling)
+    prompt = spec_from_sections(spec.prompt.model_dump(), sampling, spec.task)
     try:
         return prompt.bind(inputs.columns())
     except UsageError:
@@ -428,6 +428,7 @@ def _check_output_columns(spec: JobSpec, inputs: InputSet) -> list[str]:
         renames=spec.output.columns,
         include=spec.output.include,
         reasoning=spec.sampling.reasoning_column,
+        task=Task(spec.task),
     )
     return plan.notes()
 

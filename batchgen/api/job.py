@@ -219,6 +219,7 @@ def setup_of(spec: JobSpec, found: Prepared) -> JobSetup:
     from batchgen.job.fingerprints import fingerprint
     from batchgen.job.run_options import setup_from_spec
     from batchgen.job.worker_config import worker_config
+    from batchgen.models.pooling import embedding_size
 
     assert found.inputs is not None
     assert found.prompt is not None
@@ -228,4 +229,5 @@ def setup_of(spec: JobSpec, found: Prepared) -> JobSetup:
     files = model_files(found.source, found.tokenizer_source)
     prints = fingerprint(spec, files, found.inputs.fingerprint())
     config = worker_config(spec, found.prompt, commit)
-    return setup_from_spec(spec, found.inputs, found.prompt, prints, config, commit)
+    size = embedding_size(found.source.tokenizer_folder())
+    return setup_from_spec(spec, found.inputs, found.prompt, prints, config, commit, size)

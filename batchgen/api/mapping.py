@@ -163,7 +163,7 @@ class _Call:
                     f"map: the data set has a column {column!r} already; choose another {argument}"
                 )
         spec = Job({**self._values, "input": "input", "output": "output"}).spec
-        prompt = spec_from_sections(spec.prompt.model_dump(), spec.sampling.model_dump())
+        prompt = spec_from_sections(spec.prompt.model_dump(), spec.sampling.model_dump(), spec.task)
         wanted = {*prompt.bind(names).required_columns(), spec.run.priority}
         return [name for name in names if name in wanted]
 

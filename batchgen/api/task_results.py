@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.data.task_columns import bits_per_byte, perplexity
 from batchgen.types import Output, RowError, TokenScores
 
 
@@ -131,18 +132,3 @@ class Classified(TaskResult):
         """Of each label; empty where there is an error."""
         found = self.output.classification
         return {} if found is None else dict(found.scores)
-
-
-def perplexity(loglikelihood: float, num_tokens: int) -> float:
-    """Of a text, by token; infinite where it is too large for a float."""
-    if not num_tokens:
-        return math.nan
-    try:
-        return math.exp(-loglikelihood / num_tokens)
-    except OverflowError:
-        return math.inf
-
-
-def bits_per_byte(loglikelihood: float, num_bytes: int | None) -> float:
-    """Of a text, by byte of its UTF-8."""
-    return -loglikelihood / (num_bytes * math.log(2)) if num_bytes else math.nan

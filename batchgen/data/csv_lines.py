@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from batchgen.data.exact_json import clean_text, encode
+from batchgen.data.record_lines import shown
 from batchgen.data.row import Row
-from batchgen.data.row_result import TOKEN_IDS, RowResult, unpack_ids
+from batchgen.data.row_result import RowResult
 
 _QUOTED = re.compile('[",\r\n]|^ | $|^$')
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
@@ -114,5 +115,4 @@ def _own(key: str, result: RowResult) -> list[Any]:
         return [None, None, None] if result.usage is None else list(result.usage)
     if hasattr(result, key):
         return [getattr(result, key)]
-    value = (result.included or {}).get(key)
-    return [unpack_ids(value) if key in TOKEN_IDS and value is not None else value]
+    return [shown(key, (result.included or {}).get(key))]

@@ -12,6 +12,7 @@ from batchgen.data.exact_json import clean_text
 from batchgen.data.passthrough import ColumnPassthrough
 from batchgen.data.row import Row
 from batchgen.data.row_result import RowResult
+from batchgen.data.task_columns import ALL_TASK_COLUMNS, named_logprobs, unpack_vector
 from batchgen.types import RowError
 
 if TYPE_CHECKING:
@@ -22,7 +23,27 @@ USAGE_TYPE = pa.struct(
     [("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64()), ("truncated_tokens", pa.int64())]
 )
 BEFORE = {"row": pa.int64(), "id": pa.string()}
+PROMPT_LOGPROBS = pa.list_(
+    pa.struct(
+        [
+            ("logprob", pa.float64()),
+            ("rank", pa.int64()),
+            ("top", pa.list_(pa.struct([("token_id", pa.int32()), ("logprob", pa.float64())]))),
+        ]
+    )
+)
 AFTER = {
+    "loglikelihood": pa.float64(),
+    "is_greedy": pa.bool_(),
+    "num_tokens": pa.int64(),
+    "perplexity": pa.float64(),
+    "num_bytes": pa.int64(),
+    "num_words": pa.int64(),
+    "bits_per_byte": pa.float64(),
+    "embedding": pa.list_(pa.float32()),
+    "label": pa.string(),
+    "score": pa.float64(),
+    "scores": pa.list_(pa.struct([("label", pa.string()), ("score", pa.float64())])),
     "generated_text": pa.string(),
     "finish_reason": pa.string(),
     "stop_reason": pa.string(),
@@ -34,6 +55,7 @@ AFTER = {
     "output_token_ids": pa.list_(pa.int32()),
     "seed": pa.int64(),
     "reasoning": pa.string(),
+    "prompt_logprobs": PROMPT_LOGPROBS,
 }
 OF_DIALOGUES = {"generated_text": pa.list_(pa.string()), "reasoning": pa.list_(pa.string())}
 """Types of columns that hold something for each turn."""
@@ -44,9 +66,10 @@ def result_arrays(
 ) -> list[pa.ChunkedArray | pa.Array]:
     """Columns of a Parquet row group, in the order of `OutputPlan.schema`; at least one row."""
     of_turns = {"generated_text": _answers, "reasoning": _included_answers}
-    ours = {**_OURS, **of_turns} if plan.dialogues else _OURS
+    ours = {**_OURS, **of_turns} if plan.dialogues else dict(_OURS)
     values = zip(*results, strict=True)
     fields: dict[str, Sequence[Any]] = dict(zip(RowResult._fields, values, strict=True))
+    ours |= {"embedding": _vectors(plan.embedding_size)}
     fields["row"], fields["id"] = [row.ordinal for row in rows], [row.id for row in rows]
     return [
         *(_OURS[key](key, fields) for key in BEFORE if key in plan.names),
@@ -129,6 +152,36 @@ def _numbers(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
     return pa.array(_included(key, fields), AFTER[key])
 
 
+def _vectors(size: int | None) -> Callable[[str, dict[str, Sequence[Any]]], pa.Array]:
+    """Vectors of a fixed size, from their bytes; rows without one are null."""
+
+    def vectors(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+        values: list[bytes | None] = _included(key, fields)
+        if size is None:
+            return pa.array([value and unpack_vector(value) for value in values], AFTER[key])
+        empty = bytes(4 * size)
+        flat = pa.array(np.frombuffer(b"".join(value or empty for value in values), np.float32))
+        missing = pa.array([value is None for value in values], pa.bool_())
+        return pa.FixedSizeListArray.from_arrays(flat, type=vector_type(size), mask=missing)
+
+    return vectors
+
+
+def vector_type(size: int | None) -> pa.DataType:
+    """Of a column of embeddings."""
+    return pa.list_(pa.float32()) if size is None else pa.list_(pa.float32(), size)
+
+
+def _scores(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+    values: list[Any] = _included(key, fields)
+    named = [v and [{"label": label, "score": score} for label, score in v] for v in values]
+    return pa.array(named, AFTER[key])
+
+
+def _prompt_logprobs(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+    return pa.array([named_logprobs(value) for value in _included(key, fields)], AFTER[key])
+
+
 def _ordinals(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
     return pa.array(fields[key], BEFORE[key])
 
@@ -147,4 +200,8 @@ _OURS: dict[str, Callable[[str, dict[str, Sequence[Any]]], pa.Array]] = {
     "output_token_ids": _token_ids,
     "seed": _numbers,
     "reasoning": _included_text,
+    "prompt_logprobs": _prompt_logprobs,
+    **dict.fromkeys(ALL_TASK_COLUMNS, _numbers),
+    "label": _included_text,
+    "scores": _scores,
 }

@@ -5,13 +5,14 @@ Lines are put together from text instead of from a dict a row, which is most of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from batchgen.data.exact_json import draft, encode, one_line
 from batchgen.data.passthrough import MemberPassthrough
 from batchgen.data.row import Row
 from batchgen.data.row_result import INCLUDED, TOKEN_IDS, RowResult, unpack_ids
+from batchgen.data.task_columns import ALL_TASK_COLUMNS, named_logprobs, unpack_vector
 from batchgen.types import RowError, Status
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class OurLine:
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = {key: f", {draft(name)}: " for key, name in names.items()}
         self._includes = [key for key in INCLUDED if key in names]
+        self._task = [key for key in ALL_TASK_COLUMNS if key in names]
         self._reasons: dict[tuple[str | None, str | None, str], str] = {}
 
     def __call__(self, row: int, row_id: str, members: Mapping[str, Any], result: RowResult) -> str:
@@ -51,6 +53,8 @@ class OurLine:
             text += f"{names['id']}{draft(row_id)}"
         if members:
             text += f", {draft(dict(members))[1:-1]}"
+        if self._task:
+            text += self._values(self._task, result.included or {})
         if "generated_text" in names:
             text += f"{names['generated_text']}{draft(result.generated_text)}"
         text += self._reason(result)
@@ -78,16 +82,23 @@ class OurLine:
             text = f"{names['error']}{'null' if error is None else _error('class', error)}"
         if "usage" in names:
             text += f"{names['usage']}{_usage(result.usage)}"
-        return text + self._included(result.included or {}) if self._includes else text
+        return text + self._values(self._includes, result.included or {}) if self._includes else text
 
-    def _included(self, included: Mapping[str, Any]) -> str:
-        text = ""
-        for key in self._includes:
-            value = included.get(key)
-            if key in TOKEN_IDS and value is not None:
-                value = unpack_ids(value)
-            text += f"{self._names[key]}{draft(value)}"
-        return text
+    def _values(self, keys: Sequence[str], included: Mapping[str, Any]) -> str:
+        return "".join(f"{self._names[key]}{draft(shown(key, included.get(key)))}" for key in keys)
+
+
+def shown(key: str, value: Any) -> Any:
+    """A reported value as the output has it."""
+    if value is None:
+        return None
+    if key in TOKEN_IDS:
+        return unpack_ids(value)
+    if key == "embedding":
+        return unpack_vector(value)
+    if key == "scores":
+        return [{"label": label, "score": score} for label, score in value]
+    return named_logprobs(value) if key == "prompt_logprobs" else value
 
 
 def _error(key: str, error: RowError) -> str:

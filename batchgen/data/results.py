@@ -25,10 +25,11 @@ from batchgen.data.passthrough import (
     declared_kinds,
     passthrough_from_json,
 )
-from batchgen.data.record_columns import AFTER, BEFORE, OF_DIALOGUES
+from batchgen.data.record_columns import AFTER, BEFORE, OF_DIALOGUES, vector_type
 from batchgen.data.row_result import INCLUDED, RowResult
 from batchgen.data.source import WINDOW_ROWS, InputSet
-from batchgen.types import UsageError
+from batchgen.data.task_columns import ALL_TASK_COLUMNS, ANSWER, TASK_COLUMNS
+from batchgen.types import Task, UsageError
 
 __all__ = ["DEFAULT_INCLUDE", "INCLUDABLE", "BatchLabels", "OutputPlan", "RowResult", "plan_output"]
 
@@ -63,6 +64,7 @@ class OutputPlan:
         passthrough: the user's columns.
         batch: for openai_batch.
         dialogues: whether a row has several answers, so that `generated_text` is a list.
+        embedding_size: of each vector; None where it is not known, or there are none.
     """
 
     format: str
@@ -70,10 +72,12 @@ class OutputPlan:
     passthrough: Passthrough
     batch: BatchLabels | None = None
     dialogues: bool = False
+    embedding_size: int | None = None
 
     def schema(self) -> pa.Schema:
         """Of a Parquet part: row, id, the user's columns, the rest of ours."""
-        ours = {**AFTER, **OF_DIALOGUES} if self.dialogues else AFTER
+        of_turns = OF_DIALOGUES if self.dialogues else {}
+        ours = {**AFTER, "embedding": vector_type(self.embedding_size), **of_turns}
         before = [pa.field(self.names[key], type_) for key, type_ in BEFORE.items() if key in self.names]
         after = [pa.field(self.names[key], type_) for key, type_ in ours.items() if key in self.names]
         passthrough = cast(ColumnPassthrough, self.passthrough)
@@ -87,6 +91,7 @@ class OutputPlan:
             "passthrough": self.passthrough.to_json(),
             "batch": None if self.batch is None else asdict(self.batch),
             "dialogues": self.dialogues,
+            "embedding_size": self.embedding_size,
         }
 
     @classmethod
@@ -95,7 +100,14 @@ class OutputPlan:
         passthrough = passthrough_from_json(data["passthrough"], inputs.arrow_schema())
         batch = data.get("batch")
         labels = batch and BatchLabels(**batch)
-        return cls(data["format"], data["names"], passthrough, labels, data.get("dialogues", False))
+        return cls(
+            data["format"],
+            data["names"],
+            passthrough,
+            labels,
+            data.get("dialogues", False),
+            data.get("embedding_size"),
+        )
 
     def notes(self) -> list[str]:
         """Names that only differ in case: allowed here, one column for many readers of Parquet."""
@@ -123,6 +135,8 @@ def plan_output(
     batch: BatchLabels | None = None,
     dialogues: bool = False,
     reasoning: str | None = None,
+    task: Task = Task.GENERATE,
+    embedding_size: int | None = None,
 ) -> OutputPlan:
     """Decides the columns of the output; for JSONL input it reads the first 1,000 rows.
 
@@ -135,6 +149,8 @@ def plan_output(
         batch: for openai_batch; None where nothing will be written.
         dialogues: whether rows have several answers (`sampling.turns`).
         reasoning: the name of the column for what is split off answers (`sampling.reasoning.column`).
+        task: decides in which columns results are given.
+        embedding_size: numbers in each vector of `embed`, where it is known.
 
     Raises:
         UsageError: a column that the input or the format lacks, or an input column named like one of ours.
@@ -144,10 +160,10 @@ def plan_output(
         raise ValueError(f"{format!r} is not a format; there are {', '.join(_FORMATS)}")
     if format == "openai_batch":
         return _plan_batch(columns, renames, include, batch, reasoning)
-    names = _our_names(renames or {}, include, reasoning)
+    names = _our_names(renames or {}, include, reasoning, task)
     going = _going_through(inputs, columns, names)
     passthrough = _passthrough(inputs, format, columns, names, going)
-    return OutputPlan(format, names, passthrough, dialogues=dialogues)
+    return OutputPlan(format, names, passthrough, dialogues=dialogues, embedding_size=embedding_size)
 
 
 def _plan_batch(
@@ -169,20 +185,30 @@ def _plan_batch(
                 f"{key}: output.format: openai_batch has its own members and no place for others; "
                 f"remove {key}, or use the format jsonl"
             )
-    names = {key: key for key in (*BEFORE, *AFTER) if key not in INCLUDED}
+    names = {key: key for key in (*BEFORE, *AFTER) if key not in (*INCLUDED, *ALL_TASK_COLUMNS)}
     if reasoning is not None:
         names["reasoning"] = reasoning
     return OutputPlan("openai_batch", names, NoPassthrough(), batch)
 
 
-def _our_names(renames: Mapping[str, str], include: Sequence[str], reasoning: str | None) -> dict[str, str]:
+def _our_names(
+    renames: Mapping[str, str], include: Sequence[str], reasoning: str | None, task: Task
+) -> dict[str, str]:
     left_out = {key for key in (*INCLUDABLE, "reasoning") if key not in include}
+    left_out |= set(ALL_TASK_COLUMNS) - set(TASK_COLUMNS[task])
+    if task is not Task.GENERATE:
+        left_out |= set(ANSWER)
     if "finish_reason" in left_out:
         left_out.add("stop_reason")
     names = {key: renames.get(key, key) for key in (*BEFORE, *AFTER) if key not in left_out}
     for key in renames:
         if key not in names:
             column = "finish_reason" if key == "stop_reason" else key
+            if key in ALL_TASK_COLUMNS or (key in ANSWER and task is not Task.GENERATE):
+                raise UsageError(
+                    f"output.columns: {key!r} is no column of task: {task}; remove it, or rename one of "
+                    f"{', '.join(names)}"
+                )
             raise UsageError(
                 f"output.columns: {key!r} is not written; add {column} to output.include, or leave it alone"
             )

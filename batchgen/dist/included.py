@@ -6,8 +6,10 @@ from collections.abc import Collection
 from typing import Any
 
 from batchgen.data.row_result import pack_ids
+from batchgen.data.task_columns import pack_prompt_logprobs, task_values
 from batchgen.text.prompt import PreparedRow
-from batchgen.types import Output
+from batchgen.text.task_request import count_bytes, count_words
+from batchgen.types import Output, Task
 
 
 class Included:
@@ -15,15 +17,20 @@ class Included:
 
     Args:
         asked: those of `batchgen.data.row_result.INCLUDED` that the job wants.
+        task: of the job; what it gives is reported beside them.
     """
 
-    def __init__(self, asked: Collection[str]) -> None:
+    def __init__(self, asked: Collection[str], task: Task = Task.GENERATE) -> None:
         self._asked = asked
+        self._task = task
         self._keeps = not {"prompt", "prompt_token_ids", "seed"}.isdisjoint(asked)
+        self._sizes: dict[int, tuple[int, int]] = {}
         self._rows: dict[int, tuple[PreparedRow, int]] = {}
 
     def prepared(self, row: PreparedRow, seed: int) -> None:
         """A row was rendered. Called by the thread that does; the engine's loop calls the rest."""
+        if self._task is Task.PERPLEXITY and row.text is not None:
+            self._sizes[row.row] = count_bytes(row.text), count_words(row.text)
         if self._keeps:
             self._rows[row.row] = (row, seed)
 
@@ -32,8 +39,10 @@ class Included:
 
         A row that could not be rendered has no prompt, and one that failed no output.
         """
+        size = self._sizes.pop(output.request_id, None)
+        values = task_values(self._task, output, size) if output.ok else {}
         if not self._asked:
-            return None
+            return values or None
         row, seed = self._rows.pop(output.request_id, (None, None))
         found: dict[str, Any] = {}
         if row is not None:
@@ -42,9 +51,11 @@ class Included:
             found |= {
                 "output_token_ids": pack_ids(output.token_ids),
                 "seed": seed,
+                "prompt_logprobs": pack_prompt_logprobs(output),
                 "reasoning": _reasoning(output),
             }
-        return {key: value for key, value in found.items() if key in self._asked and value is not None}
+        asked = {key: value for key, value in found.items() if key in self._asked and value is not None}
+        return asked | values
 
 
 def _reasoning(output: Output) -> str | list[str | None] | None:

@@ -19,6 +19,7 @@ from batchgen.dist.dialogue import Dialogue
 from batchgen.dist.included import Included
 from batchgen.sampling.overrides import RowSampling
 from batchgen.text.prompt import PreparedRow, PromptRenderer
+from batchgen.text.task_request import TaskRequests
 from batchgen.types import Output, Request, RowError, RowFailure, SamplingParams
 
 GROUP = 32
@@ -37,6 +38,7 @@ class Intake:
     Args:
         channel: to the supervisor.
         renderer: from columns to token ids.
+        requests: from token ids to what the engine is asked for.
         sampling: from columns to how a row is decoded.
         max_model_len: longest prompt plus output, in tokens.
         order: `prefix` puts rows with common beginnings next to each other, `length` puts the longest
@@ -51,6 +53,7 @@ class Intake:
         self,
         channel: Channel,
         renderer: PromptRenderer,
+        requests: TaskRequests,
         sampling: RowSampling,
         max_model_len: int,
         order: str,
@@ -58,6 +61,7 @@ class Intake:
     ) -> None:
         self._channel = channel
         self._renderer = renderer
+        self._requests = requests
         self._sampling = sampling
         self._max_model_len = max_model_len
         self._order = order
@@ -191,16 +195,11 @@ class Intake:
                 dialogue = Dialogue(row, columns, sampling, turns, first, priority)
                 self.dialogues[row] = dialogue
                 return dialogue.begin(prompt)
-        return Request(
-            request_id=row,
-            prompt_token_ids=prompt.token_ids,
-            sampling=sampling,
-            output_token_ids=first,
-            priority=priority,
-            control_tokens=prompt.control_tokens,
-            truncated_tokens=prompt.truncated_tokens,
-            fork_token_ids=others,
-        )
+        request = self._requests.request(prompt, sampling, first, priority)
+        if isinstance(request, RowError):
+            return Output(row, error=request)
+        request.fork_token_ids = others
+        return request
 
     def _sort_key(self, item: Request | Output) -> Any:
         if isinstance(item, Output):

@@ -26,6 +26,7 @@ from batchgen.job.counters import CounterWriter
 from batchgen.job.result_batch import ResultBatch
 from batchgen.sampling.overrides import RowSampling
 from batchgen.text.prompt import PromptRenderer
+from batchgen.text.task_request import TaskRequests
 from batchgen.types import BatchgenError, EngineError, Output, Request, RowError, Status
 
 PROGRESS_SECONDS = 1.0
@@ -80,6 +81,7 @@ class ReadyEngine:
     Args:
         core: takes requests and steps.
         renderer: from columns to token ids.
+        requests: from token ids to what the engine is asked for.
         sampling: from columns to how a row is decoded.
         max_num_seqs: most requests that run at once.
         pinned: numeric choices that a resumed job must repeat.
@@ -89,6 +91,7 @@ class ReadyEngine:
 
     core: Core
     renderer: PromptRenderer
+    requests: TaskRequests
     sampling: RowSampling
     max_num_seqs: int
     pinned: Mapping[str, Any]
@@ -125,10 +128,11 @@ class WorkerLoop:
         self._draining = False
         self._stopping = False
         self._last_progress = 0.0
-        self._included = Included(config.get("include", ()))
+        self._included = Included(config.get("include", ()), self._engine.requests.task)
         self._intake = Intake(
             channel,
             self._engine.renderer,
+            self._engine.requests,
             self._engine.sampling,
             self._core.max_model_len,
             config.get("order", "prefix"),
@@ -296,7 +300,7 @@ def _result(output: Output, included: dict[str, Any] | None) -> dict[str, Any]:
     error: RowError | None = output.error
     result = {
         "status": (Status.OK if error is None else error.status).value,
-        "text": None if error is not None else _text(output),
+        "text": _text(output),
         "finish_reason": output.finish_reason.value if output.finish_reason else None,
         "stop_reason": None if output.stop_reason is None else str(output.stop_reason),
         "error": None if error is None else [error.error_class.value, error.message],
@@ -305,7 +309,10 @@ def _result(output: Output, included: dict[str, Any] | None) -> dict[str, Any]:
     return result if included is None else {**result, "included": included}
 
 
-def _text(output: Output) -> str | list[str]:
+def _text(output: Output) -> str | list[str] | None:
+    """The answer; None where there is an error, or a task that gives none."""
+    if output.error is not None or not output.samples:
+        return None
     return [sample.text for sample in output.turns] if output.turns else output.text
 
 

@@ -13,11 +13,14 @@ from typing import Any
 import transformers
 
 from batchgen.dist.serve import ReadyEngine, serve
-from batchgen.engine.build import build_engine, load_tokenizer
+from batchgen.engine.build import Engine, build_engine, load_tokenizer, source_folder
 from batchgen.engine.config import EngineConfig
+from batchgen.models.pooling import find_pooling
 from batchgen.sampling.overrides import RowSampling
 from batchgen.sampling.resolve import generation_defaults, unused_defaults
 from batchgen.text.prompt import PromptRenderer, PromptSpec
+from batchgen.text.task_request import TaskRequests
+from batchgen.types import Pooling, Task
 
 
 def build(config: Mapping[str, Any]) -> ReadyEngine:
@@ -42,14 +45,33 @@ def build(config: Mapping[str, Any]) -> ReadyEngine:
     defaults = pinned.get("generation_defaults")
     if defaults is None:
         defaults = generation_defaults(model_defaults) if wanted else {}
+    requests = _requests(config, engine, pinned)
     return ReadyEngine(
         core=engine.core,
         renderer=renderer,
+        requests=requests,
         sampling=RowSampling(config["sampling"], defaults, prompt.per_row),
         max_num_seqs=engine.config.max_num_seqs or 1,
-        pinned={**engine.pinned, "generation_defaults": defaults, **_pinned_time(renderer)},
+        pinned={
+            **engine.pinned,
+            "generation_defaults": defaults,
+            **({"pooling": requests.pooling.value} if requests.task is Task.EMBED else {}),
+            **_pinned_time(renderer),
+        },
         facts=engine.facts,
         notes=[*engine.notes, *renderer.notes, *(_ignored(model_defaults) if wanted else [])],
+    )
+
+
+def _requests(config: Mapping[str, Any], engine: Engine, pinned: Mapping[str, Any]) -> TaskRequests:
+    """What makes requests of rows; how embeddings are pooled was settled at the first attempt."""
+    section = config.get("embedding") or {}
+    asked = pinned.get("pooling") or section.get("pooling", "auto")
+    task = Task(config["prompt"].get("task", Task.GENERATE))
+    if asked == "auto":
+        asked = find_pooling(source_folder(engine.config)) if task is Task.EMBED else Pooling.LAST
+    return TaskRequests(
+        task, engine.tokenizer, engine.core.max_model_len, Pooling(asked), section.get("normalize", True)
     )
 
 

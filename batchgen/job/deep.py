@@ -13,7 +13,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from batchgen.data.prompt_values import pack_prompt_values
+from batchgen.data.record_lines import shown
 from batchgen.data.row_result import RowResult
+from batchgen.data.task_columns import ALL_TASK_COLUMNS
 from batchgen.grammar import counted
 from batchgen.job.attempts import read_attempts, versions
 from batchgen.job.changes import latest_drift, number_of
@@ -156,8 +158,8 @@ def _compare(
 
 
 def _differences(old: RowResult, new: RowResult, known: Iterable[str]) -> Iterable[str]:
-    for name in _COMPARED:
-        before, after = getattr(old, name), getattr(new, name)
+    for name in (*_COMPARED, *ALL_TASK_COLUMNS):
+        before, after = _value(old, name), _value(new, name)
         if name not in known or before == after or (name == "usage" and before is None):
             continue
         if name == "generated_text" and isinstance(before, str) and isinstance(after, str):
@@ -168,6 +170,11 @@ def _differences(old: RowResult, new: RowResult, known: Iterable[str]) -> Iterab
             yield f"the text differs from character {start} on: {before!r} is stored, {after!r} was computed"
         else:
             yield f"{name} differs: {before!r} is stored, {after!r} was computed"
+
+
+def _value(result: RowResult, name: str) -> Any:
+    known = result.included or {}
+    return shown(name, known.get(name)) if name in ALL_TASK_COLUMNS else getattr(result, name)
 
 
 def _pending(stored: Sequence[_Stored], setup: JobSetup, index: InputIndex) -> Iterable[Pending]:

@@ -31,6 +31,7 @@ from batchgen.data.results import BatchLabels, OutputPlan
 from batchgen.data.row import Row
 from batchgen.data.row_result import INCLUDED
 from batchgen.data.sink import HashingFile, Record, compressed, write_records
+from batchgen.data.task_columns import ALL_TASK_COLUMNS
 from batchgen.job.files import OS_FILES, storage
 from batchgen.job.folder import TEMPORARY
 from batchgen.job.folder_rows import FolderRows
@@ -129,13 +130,20 @@ class Exporter:
                     "--format: a line of the format openai_batch holds one answer, and rows of this job have "
                     "several; use parquet, jsonl or csv"
                 )
+            if any(key in ALL_TASK_COLUMNS for key in names):
+                raise UsageError(
+                    "--format: openai_batch holds answers, and the task of this job gives none; use parquet, "
+                    "jsonl or csv"
+                )
             return OutputPlan(format, _standard(names), NoPassthrough(), self._labels())
         for column in columns or ():
             self._require(column, [*names.values(), *self._names_seen])
         if columns is not None:
             names = {key: name for key, name in names.items() if name in columns}
         dialogues = plan.get("dialogues", False)
-        return OutputPlan(format, names, self._passthrough(columns), dialogues=dialogues)
+        size = plan.get("embedding_size")
+        passthrough = self._passthrough(columns)
+        return OutputPlan(format, names, passthrough, dialogues=dialogues, embedding_size=size)
 
     def _passthrough(self, columns: Sequence[str] | None) -> Passthrough:
         going = [name for name in self._names_seen if columns is None or name in columns]

@@ -18,6 +18,7 @@ from batchgen.job.file_hash import hash_file, hash_files
 from batchgen.job.resolved import resolved_dict
 from batchgen.job.spec import JobSpec
 from batchgen.text.tokenizer import fingerprint as tokenizer_fingerprint
+from batchgen.types import Task
 
 FORMAT = 1
 
@@ -86,6 +87,7 @@ def fingerprint(spec: JobSpec, files: ModelFiles, input_files: Mapping[str, Any]
             "engine": {"kv_cache_dtype": None if kv_dtype == "auto" else kv_dtype},
             "prompt": job["prompt"],
             "sampling": job["sampling"],
+            "embedding": job["embedding"] if spec.task == Task.EMBED else None,
             "output": {
                 key: job["output"][key]
                 for key in ("format", "compression", "columns", "include", "part_rows")

@@ -34,11 +34,12 @@ from batchgen.job.spec import (
     Section,
     TopSpec,
 )
+from batchgen.job.task_keys import check_task
 from batchgen.job.unavailable import MEANS_OFF, means_off
 from batchgen.job.yaml_loader import parse_document, parse_override, split_key
 from batchgen.text.prompt_spec import spec_from_sections
 from batchgen.text.templates import JobTemplate
-from batchgen.types import UsageError
+from batchgen.types import Task, UsageError
 
 _SETTING = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[^="'])+?)\s*=(.*)""", re.DOTALL)
 ESCAPES = {r"\n": "a line break", r"\t": "a tab", r"\r": "a carriage return"}
@@ -144,7 +145,7 @@ def _resolve(document: Document, path: Path, overrides: Iterable[str | Override]
     top_data = {key: value for key, value in document.data.items() if key in TopSpec.model_fields}
     top = _validate(document, TopSpec, (), top_data) or TopSpec()
     assert isinstance(top, TopSpec)
-    _check_across(document, sections)
+    _check_across(document, sections, top.task)
     whole = {name: section or _without_faults(document, name) for name, section in sections.items()}
     resolve_paths(document, whole)
     return JobSpec(
@@ -197,6 +198,9 @@ def _sections(document: Document) -> dict[str, Section | None]:
         known = [*model.model_fields, *(p[1] for p in MEANS_OFF if len(p) == 2 and p[0] == name)]
         _refuse_keys(document, (name,), data, known)
         data = {key: value for key, value in data.items() if key in model.model_fields}
+        if name == "prompt" and document.data.get("task", Task.GENERATE) != Task.GENERATE:
+            # Texts are what is scored, embedded and classified; a conversation must be asked for.
+            data = {"mode": "completion", **data}
         sections[name] = _validate(document, model, (name,), data)
     return sections
 
@@ -285,7 +289,7 @@ def _shown(document: Document, path: KeyPath, value: Any) -> str:
     return show_value(value)
 
 
-def _check_across(document: Document, sections: dict[str, Section | None]) -> None:
+def _check_across(document: Document, sections: dict[str, Section | None], task: str) -> None:
     sampling, prompt = sections["sampling"], sections["prompt"]
     if isinstance(sampling, SamplingSection) and sampling.min_tokens > sampling.max_tokens:
         document.fault(
@@ -294,11 +298,12 @@ def _check_across(document: Document, sections: dict[str, Section | None]) -> No
             f"({sampling.max_tokens}); lower it or raise max_tokens",
         )
     if isinstance(prompt, PromptSection) and isinstance(sampling, SamplingSection):
-        _check_prompt(document, prompt, sampling)
+        _check_prompt(document, prompt, sampling, task)
     output, given = sections["output"], sections["input"]
     if isinstance(output, OutputSpec):
         dialogues = isinstance(sampling, SamplingSection) and sampling.turns is not None
         _check_output(document, output, dialogues=dialogues)
+    check_task(document, task)
     if isinstance(given, InputSpec) and given.where is not None:
         try:
             parse_where(given.where)
@@ -324,10 +329,10 @@ def _check_output(document: Document, output: OutputSpec, *, dialogues: bool) ->
         )
 
 
-def _check_prompt(document: Document, prompt: PromptSection, sampling: SamplingSection) -> None:
+def _check_prompt(document: Document, prompt: PromptSection, sampling: SamplingSection, task: str) -> None:
     """The renderer knows which settings go together and what a template is."""
     try:
-        templates = spec_from_sections(prompt.model_dump(), sampling.model_dump()).templates()
+        templates = spec_from_sections(prompt.model_dump(), sampling.model_dump(), task).templates()
     except UsageError as error:
         _prompt_fault(document, error)
         return

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from batchgen.data.row import Position, Row
 from batchgen.data.row_result import INCLUDED, TOKEN_IDS, RowResult, pack_ids
+from batchgen.data.task_columns import ALL_TASK_COLUMNS, pack_vector, plain_logprobs
 from batchgen.job.files import OS_FILES, open_existing, storage
 from batchgen.types import ErrorClass, RowError, Status
 
@@ -111,9 +112,19 @@ def _part_row(values: dict[str, Any], names: Mapping[str, str]) -> PartRow:
 
 
 def _included(ours: Callable[[str], Any]) -> dict[str, Any]:
-    found = {key: ours(key) for key in INCLUDED}
-    known = {key: value for key, value in found.items() if value is not None}
-    return {key: pack_ids(value) if key in TOKEN_IDS else value for key, value in known.items()}
+    found = {key: ours(key) for key in (*INCLUDED, *ALL_TASK_COLUMNS)}
+    return {key: _reported(key, value) for key, value in found.items() if value is not None}
+
+
+def _reported(key: str, value: Any) -> Any:
+    """A value of the output as a worker reports it."""
+    if key in TOKEN_IDS:
+        return pack_ids(value)
+    if key == "embedding":
+        return pack_vector(value)
+    if key == "scores":
+        return [[one["label"], one["score"]] for one in value]
+    return plain_logprobs(value) if key == "prompt_logprobs" else value
 
 
 def _batch_row(line: dict[str, Any]) -> PartRow:

@@ -162,6 +162,7 @@ def setup_from_spec(
     fingerprints: Fingerprints,
     worker_config: Mapping[str, Any],
     commit: str | None = None,
+    embedding_size: int | None = None,
 ) -> JobSetup:
     """The setup of a job file.
 
@@ -172,12 +173,14 @@ def setup_from_spec(
         fingerprints: of the job as it is now.
         worker_config: as in `JobSetup`.
         commit: what the model's revision was resolved to.
+        embedding_size: numbers in the vectors of the model, where its configuration says so.
     """
     from batchgen.data.results import plan_output
     from batchgen.data.sink import part_suffix
     from batchgen.job.manifest import revision_name
     from batchgen.job.resolved import resolved_yaml
     from batchgen.job.spec import part_rows_auto
+    from batchgen.types import Task
 
     return JobSetup(
         output=spec.output_folder,
@@ -195,6 +198,8 @@ def setup_from_spec(
             batch=batch_labels(spec, fingerprints),
             dialogues=spec.sampling.turns is not None,
             reasoning=spec.sampling.reasoning_column,
+            task=Task(spec.task),
+            embedding_size=embedding_size if spec.task == Task.EMBED else None,
         ),
         suffix=part_suffix(spec.output.format, spec.output.compression),
         compression=spec.output.compression,

@@ -17,12 +17,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from batchgen.data.declared_types import EXAMPLES, read_type
+from batchgen.data.task_columns import ALL_TASK_COLUMNS
 from batchgen.data.urls import is_url
 from batchgen.job.faults import KeyPath, Origin
 from batchgen.job.gates import Gate
 from batchgen.job.object_store import working_copy
 from batchgen.job.selection import Selection
 from batchgen.job.units import parse_address, parse_duration, parse_share, parse_size
+from batchgen.types import MOST_LOGPROBS
 
 PART_ROWS = 1000
 FEWEST_PART_ROWS = 16
@@ -30,6 +32,7 @@ PART_OUTPUT_TOKENS = 256 * 1024
 OUR_COLUMNS = (
     "row",
     "id",
+    *ALL_TASK_COLUMNS,
     "generated_text",
     "finish_reason",
     "stop_reason",
@@ -40,6 +43,7 @@ OUR_COLUMNS = (
     "prompt_token_ids",
     "output_token_ids",
     "seed",
+    "prompt_logprobs",
 )
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -226,6 +230,7 @@ class PromptSection(Section):
     messages: Annotated[Text | None, Rule("null or the name of a column")] = None
     system: Annotated[str | None, Rule("null or a text")] = None
     user: Annotated[Text | None, Rule("null or a template")] = None
+    continuation: Annotated[Text | None, Rule("null or a template")] = None
     assistant_prefix: Annotated[Text | None, Rule("null or a text")] = None
     chat_template: Annotated[
         Text | None, Rule("null, a file, a template, or the name of one of the tokenizer's")
@@ -290,6 +295,10 @@ class SamplingSection(Section):
     bad_words: Annotated[Texts, Rule("a list of non-empty strings")] = ()
     allowed_token_ids: Annotated[TokenIds, Rule("a list of token ids of 0 or more; empty for all")] = ()
     ignore_eos: Annotated[bool, Rule("true or false")] = False
+    prompt_logprobs: Annotated[
+        Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None,
+        Rule(f"null or a whole number from 0 to {MOST_LOGPROBS}"),
+    ] = None
     per_row: Annotated[Text | None, Rule("null or the name of a column")] = None
     reasoning: Annotated[
         ReasoningSpec | None, Rule("null or a map of start, end and column, each a text that is not empty")
@@ -302,7 +311,16 @@ class SamplingSection(Section):
         return None if self.reasoning is None else self.reasoning.column
 
 
-Included = Literal["usage", "finish_reason", "prompt", "prompt_token_ids", "output_token_ids", "seed"]
+class EmbeddingSection(Section):
+    """How `task: embed` makes one vector of the hidden states of a prompt."""
+
+    pooling: Annotated[Literal["auto", "last", "mean"], Rule("auto, last or mean")] = "auto"
+    normalize: Annotated[bool, Rule("true or false")] = True
+
+
+Included = Literal[
+    "usage", "finish_reason", "prompt", "prompt_token_ids", "output_token_ids", "seed", "prompt_logprobs"
+]
 
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -357,7 +375,8 @@ class OutputSpec(Section):
         BeforeValidator(_tuple),
         AfterValidator(_distinct),
         Rule(
-            "a list of usage, finish_reason, prompt, prompt_token_ids, output_token_ids and seed",
+            "a list of usage, finish_reason, prompt, prompt_token_ids, output_token_ids, seed and "
+            "prompt_logprobs",
             later=("logprobs",),
         ),
     ] = ("usage", "finish_reason")
@@ -440,8 +459,8 @@ class TopSpec(Section):
     version: Annotated[int, Field(ge=1, le=1), Rule("1")] = 1
     name: Annotated[Name, AfterValidator(_name)] = None
     task: Annotated[
-        Literal["generate"],
-        Rule("generate", later=("loglikelihood", "perplexity", "embed", "classify")),
+        Literal["generate", "loglikelihood", "perplexity", "embed", "classify"],
+        Rule("generate, loglikelihood, perplexity, embed or classify"),
     ] = "generate"
 
 
@@ -450,6 +469,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "input": InputSpec,
     "prompt": PromptSection,
     "sampling": SamplingSection,
+    "embedding": EmbeddingSection,
     "output": OutputSpec,
     "run": RunSpec,
     "engine": EngineSpec,
@@ -476,6 +496,7 @@ class JobSpec:
     input: InputSpec
     prompt: PromptSection
     sampling: SamplingSection
+    embedding: EmbeddingSection
     output: OutputSpec
     run: RunSpec
     engine: EngineSpec

@@ -19,7 +19,6 @@ MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("prompt", "images"): (None,),
     ("sampling", "n"): (1,),
     ("sampling", "logprobs"): (None,),
-    ("sampling", "prompt_logprobs"): (None,),
     ("sampling", "structured"): (None,),
     ("output", "parse"): (False,),
     ("output", "samples"): ("list",),

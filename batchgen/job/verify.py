@@ -5,13 +5,14 @@ Trusts nothing but the files: every part is hashed and read from its first to it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from batchgen.data.id_decisions import recorded_decisions
 from batchgen.data.source import InputSet
+from batchgen.data.task_columns import ALL_TASK_COLUMNS
 from batchgen.grammar import agreeing, counted
 from batchgen.job.changes import rows_by_number, told
 from batchgen.job.drift import check_drift
@@ -186,7 +187,7 @@ def _check_part(
                     f"{path}: row {row.row} stands where rows {least} to {stop - 1} belong, in order"
                 )
             least = row.row + 1
-            _check_row(path, row, report)
+            _check_row(path, row, manifest.output_plan["names"], report)
             if row.result.status in set(Status):
                 counts.count(row.result.status, row.result.usage)
             report.rows += 1
@@ -198,12 +199,16 @@ def _check_part(
         report.fault(f"{path}: has {counted(counts.rows, 'row')} ({counts.ok} ok), and {recorded_as}")
 
 
-def _check_row(path: Path, row: PartRow, report: VerifyReport) -> None:
+def _check_row(path: Path, row: PartRow, names: Container[str], report: VerifyReport) -> None:
     status, result = row.result.status, row.result
+    wanted = [key for key in ALL_TASK_COLUMNS if key in names]
+    known = result.included or {}
     if status not in set(Status):
         report.fault(f"{path}: row {row.row} has the status {status!r}")
-    elif status == Status.OK and (result.generated_text is None or result.error is not None):
+    elif status == Status.OK and ((result.generated_text is None and not wanted) or result.error is not None):
         report.fault(f"{path}: row {row.row} is ok and has no text, or an error")
+    elif status == Status.OK and wanted and not any(key in known for key in wanted):
+        report.fault(f"{path}: row {row.row} is ok and has nothing in {', '.join(wanted)}")
     elif status == Status.ERROR and result.error is None:
         report.fault(f"{path}: row {row.row} is an error row without an error")
     if not isinstance(row.id, str):

@@ -35,8 +35,10 @@ def worker_config(spec: JobSpec, prompt: PromptSpec, commit: str | None = None) 
         "order": spec.run.order if spec.input.shuffle is None else "input",
         "dedupe": spec.input.dedupe == "prompt",
         "row_timeout": spec.run.row_timeout,
+        "embedding": spec.embedding.model_dump(mode="json"),
         "include": [key for key in INCLUDED if key in asked],
         "engine": {
+            "task": spec.task,
             "dtype": spec.model.dtype,
             "max_model_len": spec.model.max_model_len,
             "revision": commit,

@@ -57,6 +57,15 @@ def find_pooling(folder: Path) -> Pooling:
     return _MODES[asked[0]]
 
 
+def embedding_size(folder: Path) -> int | None:
+    """Numbers in the hidden states of a model, by its configuration; None where that does not say."""
+    config: dict[str, Any] = _read(folder / "config.json") or {}
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    sizes = (config.get(name) for name in ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model"))
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
 def _read(file: Path) -> Any:
     if not file.is_file():
         return None

@@ -21,7 +21,9 @@ from batchgen.job.counters import create_counters
 from batchgen.job.journal import ResultRecord, result_payload
 from batchgen.sampling.overrides import RowSampling
 from batchgen.text.prompt import PromptRenderer, PromptSpec
+from batchgen.text.task_request import TaskRequests
 from batchgen.text.tokenizer import Tokenizer
+from batchgen.types import Task
 
 SYSTEM = "Answer in few words."
 TURNS = {
@@ -56,9 +58,11 @@ class Talk:
         **prompt: Any,
     ) -> None:
         spec = PromptSpec.from_dict({"turns": "turns", "system": SYSTEM, **prompt})
+        tokenizer = Tokenizer.load(str(model))
         ready = ReadyEngine(
             core=engine.core,
-            renderer=PromptRenderer(spec, Tokenizer.load(str(model))),
+            renderer=PromptRenderer(spec, tokenizer),
+            requests=TaskRequests(Task.GENERATE, tokenizer, engine.core.max_model_len),
             sampling=RowSampling({"max_tokens": MAX_TOKENS, **sampling}, {}, None),
             max_num_seqs=3,
             pinned={},

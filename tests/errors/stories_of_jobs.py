@@ -139,6 +139,13 @@ def dialogues(stage: Stage) -> None:
     stage.batchgen("export out --format openai_batch", 2)
 
 
+def tasks_without_answers(stage: Stage) -> None:
+    """Rows that were embedded, where a format holds answers."""
+    stage.write(prompts_jsonl='{"text": "a"}\n{"text": ""}\n')
+    stage.batchgen(RUN, 0, None, "task=embed")
+    stage.batchgen("export out --format openai_batch", 2)
+
+
 def parts_that_are_gone(stage: Stage) -> None:
     """What is left of a complete folder is not all of it."""
     stage.write(prompts_jsonl=rows(40))
@@ -289,6 +296,7 @@ def ways_around(stage: Stage) -> None:
 
 ALL = [
     *(bad_rows_stop, engines_that_die, other_choices, ids_that_occur_twice, retries, parts_that_rot),
+    tasks_without_answers,
     *(dialogues, parts_that_are_gone, rows_that_are_chosen, inputs_that_change, journals_that_rot),
     *(texts_that_no_tokenizer_takes,),
     *(jobs_that_did_not_end, verified_in_depth, damaged_folders, several_at_once, ways_around),

@@ -29,7 +29,7 @@ from batchgen.job.retry import Retry
 from batchgen.job.run import run_job
 from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
 from batchgen.job.selection import Selection
-from batchgen.types import BatchgenError
+from batchgen.types import BatchgenError, Task
 
 CRASHED = 99
 
@@ -40,6 +40,7 @@ class Settings:
 
     output: str
     input: str
+    task: str = "generate"
     format: str = "jsonl"
     compression: str = "none"
     part_rows: int = 10
@@ -67,7 +68,7 @@ class Settings:
     def worker_config(self) -> dict[str, Any]:
         return {
             "model": "fake",
-            "prompt": {"mode": "completion"},
+            "prompt": {"mode": "completion", "task": self.task},
             "sampling": {"max_tokens": self.max_tokens, "seed": self.seed},
             "order": "input",
             "row_timeout": self.row_timeout,
@@ -94,7 +95,7 @@ def setup_of(settings: Settings) -> JobSetup:
     return JobSetup(
         output=Path(settings.output),
         inputs=inputs,
-        columns=("prompt",),
+        columns=("prompt", "continuation") if settings.task == "loglikelihood" else ("prompt",),
         fingerprints=fingerprints,
         worker_config=settings.worker_config(),
         new_plan=lambda: plan_output(
@@ -102,6 +103,8 @@ def setup_of(settings: Settings) -> JobSetup:
             format=settings.format,
             include=settings.include,
             renames=settings.renames,
+            task=Task(settings.task),
+            embedding_size=2,
             batch=BatchLabels("0123456789abcdef", "fake", chat=True),
         ),
         suffix=part_suffix(settings.format, settings.compression),

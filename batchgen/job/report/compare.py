@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from batchgen.data.record_lines import shown
 from batchgen.data.results import RowResult
+from batchgen.data.task_columns import ALL_TASK_COLUMNS
 from batchgen.job.folder import JobFolder
 from batchgen.job.manifest import require_manifest
 from batchgen.job.part_reader import PartRow, read_part
@@ -16,7 +18,7 @@ from batchgen.types import StorageError
 
 EXAMPLES = 10
 SHOWN = 160
-_NEEDED = ("row", "id", "status", "generated_text", "finish_reason", "error")
+_NEEDED = ("row", "id", "status", "generated_text", "finish_reason", "error", *ALL_TASK_COLUMNS)
 _FIGURES = (
     ("rows done", ("rows", "done"), ""),
     ("rows ok", ("rows", "ok"), ""),
@@ -121,14 +123,16 @@ def _paired(
 
 
 def _outcome(result: RowResult) -> tuple[Any, ...]:
-    return result.status, result.generated_text, result.finish_reason, result.error
+    return result.status, result.generated_text, result.finish_reason, result.error, result.included
 
 
 def _shown(result: RowResult) -> str:
     if result.error is not None:
         return f"{result.status} {result.error.error_class.value}: {result.error.message}"
     if result.generated_text is None:
-        return result.status
+        known = result.included or {}
+        values = [f"{key} {shown(key, known[key])}" for key in ALL_TASK_COLUMNS if key in known]
+        return ", ".join(values) or result.status
     return f"{result.generated_text} [{result.finish_reason}]"
 
 

@@ -1,0 +1,76 @@
+"""Keys of a job file that have a meaning with some tasks only. Used by the loader of job files.
+
+A key that a task would ignore is a fault, as an unknown one is: who sets it expects something of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchgen.job.document import Document
+from batchgen.job.faults import KeyPath, dotted
+from batchgen.job.spec import EmbeddingSection, SamplingSection, Section
+from batchgen.types import Task
+
+_OF_ANSWERS = ("output_token_ids", "seed", "prompt_logprobs")
+
+
+def check_task(document: Document, task: str) -> None:
+    """Note every key that has no meaning with the job's task."""
+    if task != Task.EMBED:
+        _refuse_changed(document, "embedding", EmbeddingSection(), task)
+    include = _section(document, "output").get("include")
+    included = include if isinstance(include, list) else []
+    if task == Task.GENERATE:
+        _check_prompt_logprobs(document, "prompt_logprobs" in included)
+        return
+    _refuse_changed(document, "sampling", SamplingSection(), task)
+    for column in _OF_ANSWERS:
+        if column in included:
+            document.fault(
+                ("output", "include"), f"output.include: {column} has no meaning with task: {task}; remove it"
+            )
+    if _section(document, "output").get("format") == "openai_batch":
+        document.fault(
+            ("output", "format"),
+            f"output.format: openai_batch holds answers, and task: {task} gives none; use parquet or jsonl",
+        )
+    if _section(document, "input").get("dedupe") == "prompt":
+        _meaningless(document, ("input", "dedupe"), task)
+
+
+def _check_prompt_logprobs(document: Document, included: bool) -> None:
+    sampling = _section(document, "sampling")
+    computed, per_row = sampling.get("prompt_logprobs") is not None, sampling.get("per_row") is not None
+    if included and not computed and not per_row:
+        document.fault(
+            ("output", "include"),
+            "output.include: prompt_logprobs are not computed; set sampling.prompt_logprobs to a number",
+        )
+    if computed and not included:
+        document.fault(
+            ("sampling", "prompt_logprobs"),
+            "sampling.prompt_logprobs: they would not be written; add prompt_logprobs to output.include",
+        )
+    if computed and sampling.get("turns") is not None:
+        document.fault(
+            ("sampling", "prompt_logprobs"),
+            "sampling.prompt_logprobs: the prompts of a dialogue (sampling.turns) are not scored; keep one",
+        )
+
+
+def _refuse_changed(document: Document, name: str, defaults: Section, task: str) -> None:
+    """Keys with another value than they have anyway; a job may have all its defaults written out."""
+    known = defaults.model_dump(mode="json")
+    for key, value in _section(document, name).items():
+        if key in known and value is not None and value != known[key]:
+            _meaningless(document, (name, key), task)
+
+
+def _section(document: Document, name: str) -> dict[str, Any]:
+    section = document.data.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _meaningless(document: Document, path: KeyPath, task: str) -> None:
+    document.fault(path, f"{dotted(path)} has no meaning with task: {task}; remove it", at_key=True)
