@@ -11,7 +11,7 @@ ROWS ?= 4000
 MINUTES ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory job-side bench audit clean
+.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory job-side bench bench-kv bench-determinism audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -92,6 +92,12 @@ job-side: $(VENV)/.installed ## what reading, sending, journal and parts cost a 
 
 bench: $(MODEL) $(HUMANEVAL) ## tokens/s beside transformers' generate, on an idle machine
 	$(BIN)/python tests/bench/versus_generate.py
+
+bench-kv: $(MODEL) $(HUMANEVAL) ## accuracy, memory and speed of each dtype of the KV cache
+	$(BIN)/python tests/bench/kv_dtypes.py
+
+bench-determinism: $(MODEL) $(HUMANEVAL) ## what engine.deterministic costs
+	$(BIN)/python tests/bench/determinism.py
 
 audit: $(VENV)/.installed ## known vulnerabilities of the dependencies
 	$(BIN)/python tests/packaging/audit.py

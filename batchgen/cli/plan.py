@@ -60,6 +60,7 @@ def command(job: Path, full: bool, sample: int, sets: tuple[str, ...], as_json: 
         with report.check("output", "path"):
             checks.check_output_writable(spec)
         plan = _plan(spec, found, report, None if full else sample)
+    plan["bits"] = _bits(spec)
     _judge(spec, plan, report)
     plan |= {
         "faults": [report.sentence(fault) for fault in report.faults],
@@ -71,6 +72,22 @@ def command(job: Path, full: bool, sample: int, sets: tuple[str, ...], as_json: 
     else:
         _print(plan)
     return report.exit_code
+
+
+def _bits(spec: JobSpec) -> dict[str, Any]:
+    """What is promised about them."""
+    from batchgen.promise import promise, resolve_dtypes
+
+    device = "cpu" if spec.engine.device == "auto" else spec.engine.device
+    dtype, kv_dtype = resolve_dtypes(spec.model.dtype, spec.engine.kv_cache_dtype)
+    asked = spec.engine.deterministic
+    return {
+        "device": device,
+        "dtype": dtype,
+        "kv_cache_dtype": kv_dtype,
+        "deterministic": asked,
+        "promise": promise(device, dtype, kv_dtype, asked).sentence,
+    }
 
 
 def _judge(spec: JobSpec, plan: Mapping[str, Any], report: Report) -> None:
@@ -283,6 +300,9 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
         share = f"{tokens['shared_prefix_share']:.0%}"
         yield f"prefixes  {share} of prompt tokens are in beginnings that prompts share"
     yield from _finding_lines(plan)
+    bits = plan["bits"]
+    settings = f"{bits['device']}, {bits['dtype']}, KV cache in {bits['kv_cache_dtype']}"
+    yield f"bits      {settings}: {bits['promise']}"
     yield f"disk      {human_size(disk['needed'])} needed ({disk['basis']}), {human_size(disk['free'])} free"
     yield from _resume_lines(plan)
     for fault in plan["faults"]:

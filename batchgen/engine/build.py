@@ -33,6 +33,7 @@ from batchgen.engine.reading import Labels
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.step_memory import SCRATCH_BLOCKS, largest_step
 from batchgen.models.activations import make_activations_rowwise
+from batchgen.models.experts import make_experts_rowwise
 from batchgen.models.footprint import mapped_bytes, weight_bytes
 from batchgen.models.latent import latent_notes
 from batchgen.models.loader import DTYPES, LoadedModel, context_length, load_config, load_model, task_of
@@ -40,6 +41,7 @@ from batchgen.models.probe import LayerAttention, probe_model
 from batchgen.models.refusals import refuse_config
 from batchgen.models.rope import longest_sequence, pin_rope
 from batchgen.models.source import ModelSource, find_model, find_tokenizer
+from batchgen.promise import SAME, VARIES, Promise, promise, resolve_dtypes
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import Task, UsageError
 from batchgen_kernels.backend import AttentionBackend
@@ -101,8 +103,8 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     """
     threads = config.num_threads or max(1, default_threads() // config.sharers)
     torch.set_num_threads(threads)
-    dtype = "float32" if config.dtype == "auto" else config.dtype
-    kv_dtype = _kv_dtype(config.kv_cache_dtype, dtype)
+    dtype, kv_dtype = resolve_dtypes(config.dtype, config.kv_cache_dtype)
+    _check_kv_dtype(kv_dtype, dtype)
     tokenizer = tokenizer or load_tokenizer(config)
     source = _source(config)
     task = _task(config, source.tokenizer_folder())
@@ -123,7 +125,8 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     memory = _memory(config, loaded, layers, backend)
     layout = memory.shape.layout
     rope_notes = pin_rope(loaded.model, memory.max_model_len)
-    row_multiple = _row_multiple(config, loaded)
+    promised = promise("cpu", dtype, kv_dtype, config.deterministic)
+    row_multiple = _row_multiple(config, loaded) if promised.checked else None
     runner = ModelRunner(
         loaded,
         layers,
@@ -137,7 +140,11 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     kv_config = KVCacheConfig(memory.num_blocks, memory.shape.block_size, layout.groups)
     exact = dtype == kv_dtype == "float32"
     check_output(runner, loaded, kv_config, memory.max_model_len, EXACT if exact else ROUNDED)
-    invariant = row_multiple is not None and model_is_invariant(runner, loaded.vocab_size, memory.num_blocks)
+    invariant = (
+        row_multiple is not None
+        and CAPABILITIES[backend.name].batch_invariant
+        and model_is_invariant(runner, loaded.vocab_size, memory.num_blocks)
+    )
     core = EngineCore(
         runner,
         Scheduler(_scheduler_config(config, memory), kv_config),
@@ -159,7 +166,7 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
             *latent_notes(loaded.config, layers, KV_DTYPE_NAMES[kv_dtype].itemsize),
             *rope_notes,
             f"attention: {reason}",
-            _invariance_note(config, invariant),
+            _invariance_note(promised, config, invariant),
         ],
     )
 
@@ -180,17 +187,14 @@ def _labels(loaded: LoadedModel) -> Labels | None:
     return Labels(names, config.problem_type)
 
 
-def _kv_dtype(asked: str, dtype: str) -> str:
-    if asked == "auto":
-        return dtype
+def _check_kv_dtype(kv_dtype: str, dtype: str) -> None:
     allowed = KV_DTYPES[DTYPES[dtype]]
-    if KV_DTYPE_NAMES[asked] not in allowed:
+    if KV_DTYPE_NAMES[kv_dtype] not in allowed:
         names = [name for name, known in KV_DTYPE_NAMES.items() if known in allowed]
         raise UsageError(
-            f"engine.kv_cache_dtype: {asked} is not for a model in {dtype}, whose keys and values can be "
+            f"engine.kv_cache_dtype: {kv_dtype} is not for a model in {dtype}, whose keys and values can be "
             f"stored as {' or '.join(names)}; use one of them, or auto"
         )
-    return asked
 
 
 def _backend(config: EngineConfig, layers: list[LayerAttention]) -> Selection:
@@ -270,28 +274,31 @@ def _budget(
 
 
 def _row_multiple(config: EngineConfig, loaded: LoadedModel) -> int | None:
-    """Rows to pad to, or None where invariance is not promised or was not found."""
-    if config.deterministic is False or loaded.dtype != torch.float32:
-        return None
+    """Rows to pad to, or None where there is no number that makes the model invariant."""
     assert config.num_threads is not None
     assert config.max_num_batched_tokens is not None
     assert config.max_num_seqs is not None
     if config.num_threads > 2:
         make_activations_rowwise(loaded.model)
-    return find_row_multiple(
+    multiple = find_row_multiple(
         loaded.model, config.num_threads, config.max_num_batched_tokens, config.max_num_seqs
     )
+    if multiple is not None:
+        make_experts_rowwise(loaded.model, multiple)
+    return multiple
 
 
-def _invariance_note(config: EngineConfig, invariant: bool) -> str:
+def _invariance_note(promised: Promise, config: EngineConfig, invariant: bool) -> str:
     if invariant:
-        return "batch-invariant: a row's result does not depend on what shares its batch"
-    if config.deterministic is True:
+        return f"batch-invariant: {SAME}"
+    if promised.required:
         raise UsageError(
-            "engine.deterministic: batch invariance was asked for, but the check at load failed for "
-            f"dtype {config.dtype} on this machine; use model.dtype: float32 or engine.deterministic: auto"
+            "engine.deterministic: true asks that a row has the same bits in every batch, and the check at "
+            f"load found that this model has not, in {config.dtype} with {config.num_threads} threads and "
+            f"engine.attention: {config.attention} on this machine; use engine.deterministic: auto, or "
+            "attention: auto with model.dtype: float32"
         )
-    return "not batch-invariant: a row's result may differ in the last bits with what shares its batch"
+    return f"not batch-invariant: {VARIES}"
 
 
 def _scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConfig:

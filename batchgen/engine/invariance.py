@@ -3,21 +3,25 @@
 A GEMM library picks its kernel by the number of rows, so a row's bits may depend on how many rows
 share the call. Measured with torch 2.13 and MKL: rows of `F.linear` are bit-identical for every
 number of rows except where a thread gets fewer than 4, so padding each step to a multiple of
-4 x threads rows makes float32 batch-invariant at almost no cost. Whether that holds on this machine,
-for this model's weight shapes, is checked here rather than assumed.
+4 x threads rows makes float32 batch-invariant at almost no cost; in bfloat16 oneDNN gave every row the same
+bits for every number of rows. Whether that holds on this machine, for this model's weight shapes, is checked
+here rather than assumed: first each product by itself, then the whole model with its cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers.pytorch_utils import Conv1D
 
 from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
 from batchgen.engine.runner import ModelRunner
 from batchgen.models.activations import activation_modules
+from batchgen.models.experts import expert_modules, expert_weights
 from batchgen.types import Request, SamplingParams
 
 ROWS_PER_THREAD = 4
@@ -25,27 +29,53 @@ CHECKED_MULTIPLES = (1, 2, 3, 4, 5, 8, 13, 16, 31, 32, 64)
 CHECKED_TOKENS = 40
 
 
-def distinct_weights(model: torch.nn.Module) -> list[torch.nn.Linear]:
-    """One linear layer of each (shape, has bias) in the model."""
-    seen: dict[tuple[int, int, bool], torch.nn.Linear] = {}
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product, `(M, in_features)` to `(M, out_features)`, with the weight as `F.linear` takes it."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    is_head: bool = False
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def distinct_products(model: torch.nn.Module) -> list[Product]:
+    """One product of each shape: linear layers, convolutions of width 1, routers and experts."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    seen: dict[tuple[Any, ...], Product] = {}
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            seen.setdefault((*module.weight.shape, module.bias is not None), module)
+        for product in _products(module, is_head=module is head):
+            shape = (*product.weight.shape, product.weight.stride(), product.bias is None, product.is_head)
+            seen.setdefault(shape, product)
     return list(seen.values())
 
 
+def _products(module: torch.nn.Module, *, is_head: bool) -> Iterator[Product]:
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if isinstance(module, Conv1D):
+        yield Product(module.weight.T, module.bias)
+    elif isinstance(module, torch.nn.Embedding):
+        return
+    elif isinstance(weight, torch.nn.Parameter) and weight.dim() == 2:
+        yield Product(weight, bias, is_head)
+    for experts in expert_modules(module) if hasattr(module, "_is_expert_parallel") else ():
+        yield from map(Product, expert_weights(experts))
+
+
 @torch.inference_mode()
-def rows_are_independent(linear: torch.nn.Linear, multiple: int, max_rows: int) -> bool:
+def rows_are_independent(product: Product, multiple: int, max_rows: int) -> bool:
     """Whether rows keep their bits for every checked number of rows that is a multiple of `multiple`."""
     generator = torch.Generator().manual_seed(0)
     most = -(-max_rows // multiple)
     sizes = [multiple * k for k in {*CHECKED_MULTIPLES, most} if k <= most]
-    x = torch.randn(max(sizes), linear.in_features, generator=generator).to(linear.weight.dtype)
-    whole = F.linear(x, linear.weight, linear.bias)
+    weight = product.weight
+    x = torch.randn(max(sizes), weight.shape[1], generator=generator).to(weight.dtype)
+    whole = product(x)
     for rows in sizes:
         for offset in {0, max(sizes) - rows}:
-            part = F.linear(x[offset : offset + rows], linear.weight, linear.bias)
-            if not torch.equal(part, whole[offset : offset + rows]):
+            if not torch.equal(product(x[offset : offset + rows]), whole[offset : offset + rows]):
                 return False
     return True
 
@@ -56,11 +86,11 @@ def activations_are_independent(model: torch.nn.Module, multiple: int, max_rows:
     generator = torch.Generator().manual_seed(0)
     seen: set[tuple[str, int]] = set()
     for parent, _, activation in activation_modules(model):
-        for width in {c.out_features for c in parent.children() if isinstance(c, torch.nn.Linear)}:
+        for width, dtype in _inputs_of_activation(parent):
             if (repr(activation), width) in seen:
                 continue
             seen.add((repr(activation), width))
-            x = torch.randn(max_rows, width, generator=generator)
+            x = torch.randn(max_rows, width, generator=generator).to(dtype)
             whole = activation(x)
             sizes = range(multiple, max_rows, multiple)
             if not all(torch.equal(activation(x[:n]), whole[:n]) for n in sizes):
@@ -68,16 +98,24 @@ def activations_are_independent(model: torch.nn.Module, multiple: int, max_rows:
     return True
 
 
+def _inputs_of_activation(parent: torch.nn.Module) -> set[tuple[int, torch.dtype]]:
+    """Widths that an activation beside these layers may meet."""
+    if hasattr(parent, "_is_expert_parallel"):
+        *_, down = expert_weights(parent)
+        return {(down.shape[1], down.dtype)}
+    layers = [layer for layer in parent.children() if isinstance(layer, torch.nn.Linear)]
+    return {(layer.out_features, layer.weight.dtype) for layer in layers}
+
+
 def find_row_multiple(
     model: torch.nn.Module, threads: int, max_tokens: int, max_logits_rows: int
 ) -> int | None:
     """The least number of rows whose multiples keep every row's bits, or None if none was found."""
-    weights = distinct_weights(model)
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    products = distinct_products(model)
     for factor in (1, 2, 4):
         multiple = ROWS_PER_THREAD * threads * factor
         if all(
-            rows_are_independent(w, multiple, max_logits_rows if w is head else max_tokens) for w in weights
+            rows_are_independent(p, multiple, max_logits_rows if p.is_head else max_tokens) for p in products
         ) and activations_are_independent(model, multiple, max_tokens):
             return multiple
     return None

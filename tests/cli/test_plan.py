@@ -18,6 +18,7 @@ from batchgen.cli import plan as verb
 from batchgen.cli.main import main
 from batchgen.job.plan_rows import Everything, Sample, scan_rows
 from batchgen.job.plan_tokens import BLOCK, TokenCounter
+from batchgen.promise import PROMISES
 from batchgen.text.prompt import PreparedRow
 from batchgen.types import SamplingParams
 
@@ -44,6 +45,13 @@ def plan_of(capsys: Captured, *arguments: str, code: int = 0) -> dict[str, Any]:
 def test_what_would_fail_and_why(write_job: Write, capsys: Captured) -> None:
     plan = plan_of(capsys, write_job("sampling: {max_tokens: 5}\n", ROWS), "--full")
     assert plan["rows"] == {"total": 7, "exact": True, "read": 7, "tokenized": 6, "left": 7}
+    assert plan["bits"] == {
+        "device": "cpu",
+        "dtype": "float32",
+        "kv_cache_dtype": "float32",
+        "deterministic": "auto",
+        "promise": PROMISES[0].sentence,
+    }
     errors = {error["class"]: error for error in plan["errors"]}
     assert set(errors) == {"invalid_json", "null_prompt", "empty_prompt"}
     assert all((error["found"], error["estimated"]) == (1, 1) for error in errors.values())

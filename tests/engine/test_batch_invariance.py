@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import make_engine, record_logits, run, small_pool
+from engine_harness import make_engine, record_logits, reschedule, run, small_pool
 from tiny_models import save_tiny_llama
 
-from batchgen.types import SamplingParams
+from batchgen.engine import build
+from batchgen.promise import PROMISES, STORED, VARIES, promise
+from batchgen.types import SamplingParams, UsageError
 
 SCHEDULES = {"float32": 12, "bfloat16": 4, "float16": 4, "int8": 4}
 
@@ -58,6 +61,53 @@ def test_bits_do_not_depend_on_the_schedule(folder: Path, stored: str) -> None:
         assert all(torch.equal(truth[key], logits) for key, logits in seen.items())
         preemptions += engine.core.scheduler.stats.preemptions
     assert preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "threads"),
+    [("bfloat16", "bfloat16", 2), ("bfloat16", "int8", 3), ("float16", "auto", 1)],
+)
+def test_narrow_models_are_invariant_where_it_is_asked_for(
+    folder: Path, dtype: str, stored: str, threads: int
+) -> None:
+    """On a machine where they cannot be, the engine says so instead."""
+    settings = {"dtype": dtype, "kv_cache_dtype": stored, "num_threads": threads, "deterministic": True}
+    prompts = make_prompts(random.Random(4))
+    greedy = SamplingParams(max_tokens=6, ignore_eos=True)
+    before = torch.get_num_threads()
+    try:
+        engine = make_engine(folder, max_num_batched_tokens=512, max_num_seqs=16, **settings)
+    except UsageError as error:
+        pytest.skip(str(error))
+    alone = reschedule(engine, 2048, max_num_seqs=1, max_num_batched_tokens=512, prefix_caching=False)
+    truth = record_logits(alone)
+    run(alone, prompts, greedy)
+    for budget, most in ((512, 16), (24, 3)):
+        together = reschedule(engine, 2048, max_num_seqs=most, max_num_batched_tokens=budget)
+        seen = record_logits(together)
+        run(together, prompts, greedy)
+        assert [key for key, logits in seen.items() if not torch.equal(truth[key], logits)] == []
+    torch.set_num_threads(before)
+
+
+def test_what_cannot_be_kept_is_refused_if_it_was_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match=r"engine\.deterministic: true asks .* engine\.attention: reference"):
+        make_engine(folder, attention="reference", deterministic=True)
+    assert not make_engine(folder, attention="reference").facts["batch_invariant"]
+    monkeypatch.setattr(build, "find_row_multiple", lambda *_: None)
+    with pytest.raises(UsageError, match=r"engine\.deterministic: true asks"):
+        make_engine(folder, deterministic=True)
+    (note,) = [note for note in make_engine(folder).notes if "batch-invariant" in note]
+    assert note == f"not batch-invariant: {VARIES}"
+
+
+def test_every_combination_has_one_promise() -> None:
+    for settings in itertools.product(["cpu"], STORED[:3], STORED, ["auto", True, False]):
+        (line,) = [line for line in PROMISES if line.fits(*settings)]
+        assert promise(*settings) is line
+        assert line.checked or not line.required
 
 
 def run_in_order(engine, prompts, sampling, order):  # type: ignore[no-untyped-def]

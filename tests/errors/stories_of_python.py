@@ -68,6 +68,7 @@ def engines_in_this_process(stage: Stage) -> None:
     wrong(kv_cache_memory=5000)
     wrong(attention="flash_attn")
     wrong(dtype="bfloat16", kv_cache_dtype="float16")
+    wrong(deterministic=True)
     wrong(tokenizer="gone")
     llm = bg.LLM(
         "tiny", attention="reference", max_model_len=64, kv_cache_memory=1 << 20, chat_template="{% x"

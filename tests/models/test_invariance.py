@@ -21,8 +21,6 @@ from batchgen.types import Request, SamplingParams
 
 KINDS = ("llama", "gemma2", "mixtral", "minicpm3", "granite_swa")
 """Plain, windows and full layers, experts, latent attention, sinks."""
-MAY_VARY = ("mixtral",)
-"""Kinds whose experts are not found invariant on every machine: then tokens are compared, and no bits."""
 SCHEDULES = int(os.environ.get("BATCHGEN_SCHEDULES", "20"))
 ROWS = 10
 MAX_TOKENS = 18
@@ -57,10 +55,9 @@ def test_bits_do_not_depend_on_the_schedule(kind: str, tmp_path: Path) -> None:
     family: Family = next(family for family in FAMILIES if family.name == kind)
     rng = random.Random(f"{os.environ.get('BATCHGEN_SEED', '0')}:{kind}")
     loaded = open_engine(family, tmp_path)
-    bits = loaded.facts["batch_invariant"]
-    assert bits or kind in MAY_VARY
+    assert loaded.facts["batch_invariant"]
     alone = reschedule(loaded, POOL, max_num_seqs=1, max_num_batched_tokens=512, prefix_caching=False)
-    truth = record_logits(alone) if bits else {}
+    truth = record_logits(alone)
     expected = run_rows(alone, list(range(ROWS)))
     preemptions = hits = compared = 0
     for _ in range(-(-SCHEDULES // len(KINDS))):
@@ -71,12 +68,14 @@ def test_bits_do_not_depend_on_the_schedule(kind: str, tmp_path: Path) -> None:
             max_num_batched_tokens=rng.choice((13, 24, 61, 128, 512)),
             prefix_caching=rng.random() < 0.7,
         )
-        seen = record_logits(engine) if bits else {}
+        seen = record_logits(engine)
         rows = rng.sample(range(ROWS), rng.randint(2, ROWS))
         assert run_rows(engine, rows) == {row: expected[row] for row in rows}
         assert [key for key, logits in seen.items() if not torch.equal(truth[key], logits)] == []
         preemptions += engine.core.scheduler.stats.preemptions
         hits += engine.core.scheduler.stats.cached_tokens
         compared += len(seen)
-    same = f"the logits of {compared} sampled positions equal to the bit" if bits else "tokens equal"
-    print(f"\n{kind}: {same}, with {preemptions} preemptions and {hits} cached tokens")
+    print(
+        f"\n{kind}: the logits of {compared} sampled positions equal to the bit, with {preemptions} "
+        f"preemptions and {hits} cached tokens"
+    )

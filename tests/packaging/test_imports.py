@@ -25,7 +25,7 @@ BELOW = {
 }
 """What a package may import besides itself, also inside functions."""
 
-EVERYWHERE = ("__version__", "grammar", "json_problem")
+EVERYWHERE = ("__version__", "grammar", "json_problem", "promise")
 
 NEVER = {
     "core": {"torch", "transformers", "pyarrow", "numpy"},

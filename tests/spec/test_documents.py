@@ -16,6 +16,7 @@ from batchgen.job.include import INCLUDE
 from batchgen.job.load import load_job
 from batchgen.job.resolved import resolved_dict
 from batchgen.job.spec import SECTIONS, TopSpec
+from batchgen.promise import PROMISES, STORED
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -72,6 +73,28 @@ def test_the_table_of_verbs_is_whole_and_its_options_exist() -> None:
         assert command is not None
         known = {option for parameter in command.params for option in parameter.opts}
         assert set(re.findall(r"`(--[a-z-]+)", text)) <= known, verb
+
+
+def test_what_is_promised_about_bits_is_what_the_engine_goes_by() -> None:
+    found = [
+        tuple(cell.strip() for cell in line.strip("|").split("|"))
+        for line in (ROOT / "docs" / "numerics.md").read_text().splitlines()
+        if line.startswith("| cpu |")
+    ]
+
+    def names(values: tuple[str | bool, ...]) -> str:
+        return ", ".join(f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in values)
+
+    assert found == [
+        (
+            line.device,
+            names(line.dtypes),
+            "any" if line.kv_dtypes == STORED else names(line.kv_dtypes),
+            names(line.deterministic),
+            line.sentence,
+        )
+        for line in PROMISES
+    ]
 
 
 def documented() -> dict[str, str]:

@@ -1,0 +1,91 @@
+"""What is promised about a row's bits, and where.
+
+One table: the engine acts on it, `plan` prints its line, docs/numerics.md shows it.
+
+Imports no torch, so that `plan` can say it at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STORED = ("float32", "bfloat16", "float16", "int8")
+_NARROW = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """One line of the table; no two fit the same settings.
+
+    Args:
+        device: kind of device.
+        dtypes: of the model.
+        kv_dtypes: of keys and values in the cache.
+        deterministic: values of `engine.deterministic`.
+        checked: whether the engine pads its steps and checks itself at load.
+        required: whether a failed check ends the job.
+        sentence: what the user can count on.
+    """
+
+    device: str
+    dtypes: tuple[str, ...]
+    kv_dtypes: tuple[str, ...]
+    deterministic: tuple[str | bool, ...]
+    checked: bool
+    required: bool
+    sentence: str
+
+    def fits(self, device: str, dtype: str, kv_dtype: str, deterministic: str | bool) -> bool:
+        """Whether this line is about these settings."""
+        return (
+            self.device == device
+            and dtype in self.dtypes
+            and kv_dtype in self.kv_dtypes
+            and deterministic in self.deterministic
+        )
+
+
+SAME = "a row has the same bits whatever shares its batch"
+VARIES = "a row may differ in its last bits with what shares its batch"
+
+PROMISES: tuple[Promise, ...] = (
+    Promise(
+        "cpu",
+        ("float32",),
+        STORED,
+        ("auto",),
+        checked=True,
+        required=False,
+        sentence=f"{SAME}; checked at load, and said where the check fails",
+    ),
+    Promise(
+        "cpu",
+        ("float32", *_NARROW),
+        STORED,
+        (True,),
+        checked=True,
+        required=True,
+        sentence=f"{SAME}; checked at load, and nothing runs where the check fails",
+    ),
+    Promise("cpu", _NARROW, STORED, ("auto",), checked=False, required=False, sentence=VARIES),
+    Promise("cpu", ("float32", *_NARROW), STORED, (False,), checked=False, required=False, sentence=VARIES),
+)
+
+
+def resolve_dtypes(dtype: str, kv_cache_dtype: str) -> tuple[str, str]:
+    """What `auto` means on the CPU: of the model, and of keys and values in the cache."""
+    dtype = "float32" if dtype == "auto" else dtype
+    return dtype, dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+
+
+def promise(device: str, dtype: str, kv_dtype: str, deterministic: str | bool) -> Promise:
+    """The line that holds; dtypes by their names, none of them `auto`.
+
+    Raises:
+        KeyError: there is none, which is a bug.
+    """
+    settings = (device, dtype, kv_dtype, deterministic)
+    for line in PROMISES:
+        if line.fits(*settings):
+            return line
+    raise KeyError(settings)
