@@ -90,7 +90,7 @@ class CsvRecords:
         while self._ahead and self.offset < offset:
             self.offset = self._ahead.popleft().end
         if not self._ahead:
-            self._lines.seek(offset)
+            self._lines.go_to(offset)
         self.offset, self.line = offset, line
 
     def next(self) -> CsvRecord | None:

@@ -10,7 +10,7 @@ import re
 from enum import Enum, auto
 
 from batchgen.data.byte_stream import ByteStream, TruncatedStream
-from batchgen.data.line_reader import Pieces, too_long
+from batchgen.data.line_reader import ChunkCursor, Pieces, too_long
 from batchgen.data.row import digest
 from batchgen.data.text_reader import BOM, Record
 from batchgen.types import ErrorClass, InputError, RowFailure
@@ -28,7 +28,7 @@ class _State(Enum):
     AT_END = auto()
 
 
-class JsonArrayRecords:
+class JsonArrayRecords(ChunkCursor):
     """The elements of the array that is the whole file. `offset` is after an element, before its comma.
 
     Args:
@@ -38,23 +38,15 @@ class JsonArrayRecords:
     """
 
     def __init__(self, stream: ByteStream, path: str, max_bytes: int) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._path = path
         self._max_bytes = max_bytes
-        self._chunk = b""
-        self._start = 0
         self._state = _State.BEFORE_ARRAY
-        self.offset = 0
         self.line = 0
 
     def seek(self, offset: int, line: int) -> None:
-        ahead = offset - self.offset
-        if ahead <= len(self._chunk) - self._start:
-            self._start += ahead
-        else:
-            self._chunk, self._start = b"", 0
-            self._stream.seek(offset)
-        self.offset, self.line, self._state = offset, line, _State.AFTER_ELEMENT
+        self.go_to(offset)
+        self.line, self._state = line, _State.AFTER_ELEMENT
 
     def next(self) -> Record | None:
         """The next element, or None after the last.

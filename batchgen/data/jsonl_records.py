@@ -25,7 +25,7 @@ class JsonlRecords:
         return self._lines.offset
 
     def seek(self, offset: int, line: int) -> None:
-        self._lines.seek(offset)
+        self._lines.go_to(offset)
         self.line = line
 
     def next(self) -> Record | None:

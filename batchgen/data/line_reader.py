@@ -36,7 +36,34 @@ def too_long(what: str, length: int, limit: int) -> str:
     return f"the {what} has {length:,} bytes, more than the limit of {limit:,}; shorten or split it"
 
 
-class LineReader:
+class ChunkCursor:
+    """A place in a byte stream that is read a chunk at a time.
+
+    Args:
+        stream: positioned at its beginning.
+
+    Attributes:
+        offset: bytes of text before the place.
+    """
+
+    def __init__(self, stream: ByteStream) -> None:
+        self._stream = stream
+        self._chunk = b""
+        self._start = 0
+        self.offset = 0
+
+    def go_to(self, offset: int) -> None:
+        """Goes forward, within the chunk if it reaches that far."""
+        ahead = offset - self.offset
+        if ahead <= len(self._chunk) - self._start:
+            self._start += ahead
+        else:
+            self._chunk, self._start = b"", 0
+            self._stream.seek(offset)
+        self.offset = offset
+
+
+class LineReader(ChunkCursor):
     """Splits on `\\n` only; the last line may lack it.
 
     Args:
@@ -48,21 +75,8 @@ class LineReader:
     """
 
     def __init__(self, stream: ByteStream, max_line_bytes: int) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._max = max_line_bytes
-        self._chunk = b""
-        self._start = 0
-        self.offset = 0
-
-    def seek(self, offset: int) -> None:
-        """Goes forward to `offset`, which should be where a line begins."""
-        ahead = offset - self.offset
-        if ahead <= len(self._chunk) - self._start:
-            self._start += ahead
-        else:
-            self._chunk, self._start = b"", 0
-            self._stream.seek(offset)
-        self.offset = offset
 
     def next(self) -> Line | None:
         """The next line, or None at the end. Raises what the stream raises; a cut line is not returned."""

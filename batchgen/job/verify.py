@@ -26,7 +26,7 @@ from batchgen.job.part_reader import PartRow, read_part
 from batchgen.job.parts import Counts, PartCommit, file_digest, recognise_parts
 from batchgen.job.selection import Selection
 from batchgen.job.success import read_success
-from batchgen.job.verify_input import compare_with_input
+from batchgen.job.verify_input import PartsOfInput, compare_with_input
 from batchgen.types import DriftError, Status, StorageError
 
 MOST_FAULTS = 100
@@ -96,10 +96,9 @@ def verify_folder(
     _check_completeness(folder, manifest, paths, index, report)
     if inputs is not None:
         size = manifest.part_rows
-        compare_with_input(
-            inputs,
-            index,
-            parts=paths,
+        parts = PartsOfInput(
+            index=index,
+            files=paths,
             spans={
                 part: commits[part].span_in(size) if part in commits else (part * size, (part + 1) * size)
                 for part in paths
@@ -107,8 +106,8 @@ def verify_folder(
             part_rows=size,
             plan=manifest.output_plan,
             decisions=recorded_decisions(folder.index),
-            fault=report.fault,
         )
+        compare_with_input(inputs, parts, report.fault)
     return report
 
 

@@ -16,7 +16,8 @@ from tiny_models import save_tiny_llama
 import batchgen as bg
 from batchgen.dist.intake import Closed, Intake
 from batchgen.dist.serve import WorkerLoop
-from batchgen.types import BatchgenError, EngineError, InputError, UsageError
+from batchgen.engine import build
+from batchgen.types import BatchgenError, EngineError, InputError, Request, SamplingParams, UsageError
 
 
 def calls_of_map(stage: Stage) -> None:
@@ -70,11 +71,17 @@ def engines_in_this_process(stage: Stage) -> None:
     wrong(dtype="bfloat16", kv_cache_dtype="float16")
     wrong(deterministic=True)
     wrong(tokenizer="gone")
+    with stage.patched((build, "model_is_invariant", lambda *arguments: False)):
+        wrong(deterministic=True)
     llm = bg.LLM(
         "tiny", attention="reference", max_model_len=64, kv_cache_memory=1 << 20, chat_template="{% x"
     )
     (output,) = llm.generate(["x" * 100])
     assert output.error is not None
+    # Whoever drives the core has other ways to make rows than those that count tokens first.
+    refused = llm._core.add(Request(0, [1] * 64, SamplingParams()))
+    assert refused is not None
+    stage.said += f"{refused.error}\n"
     for prompts, arguments in (("abc", {}), ([1, 2], {}), (["a"], {"sampling": {"top_p": 1}})):
         stage.python(UsageError, lambda p=prompts, a=arguments: llm.stream(p, **a))
     dialogue = [{"role": "user", "content": "a"}]
@@ -170,6 +177,7 @@ def models_that_do_not_load(stage: Stage) -> None:
     spoilt(num_hidden_layers=3)
     spoilt(hidden_size=48, head_dim=12)
     spoilt(max_position_embeddings="many")
+    spoilt(max_position_embeddings=0)
     spoilt(hidden_act="unheard")
     spoilt(is_decoder=False, is_encoder_decoder=True, model_type="t5")
 
