@@ -30,13 +30,14 @@ def verify_deep(folder: Path, count: int, report: VerifyReport, launch: Launcher
         BatchgenError: the job of the folder cannot be run here.
     """
     from batchgen.api import checks
+    from batchgen.api.check_report import Report
     from batchgen.dist.handle import launch_worker
 
     with ExitStack() as stack:
 
         def configure(sets: Sequence[str]) -> JobSetup:
             spec = load_job(JobFolder(folder).resolved_job, [f"output.path={folder.absolute()}", *sets])
-            checked = checks.Report()
+            checked = Report()
             found = checks.check_job(spec, checked, rows_for_ids=ROWS_FOR_IDS, resume=True)
             stack.callback(found.close)
             checked.raise_faults()

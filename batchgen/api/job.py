@@ -86,15 +86,19 @@ class Job:
     def validate(self) -> list[BatchgenError]:
         """What is wrong with the job, as far as it can be known without the model's weights."""
         from batchgen.api import checks
+        from batchgen.api.check_output import check_output_writable
+        from batchgen.api.check_prompt import check_prompt
+        from batchgen.api.check_report import Report
+        from batchgen.api.job_model import load_tokenizer
 
-        report = checks.Report()
+        report = Report()
         with closing(checks.check_job(self.spec, report, rows_for_ids=checks.ROWS_FOR_IDS)) as found:
             with report.check("output", "path"):
-                checks.check_output_writable(self.spec)
+                check_output_writable(self.spec)
             if found.prompt is not None and found.source is not None:
                 with report.check():
-                    tokenizer = checks.load_tokenizer(found.tokenizer_source or found.source)
-                    checks.check_prompt(self.spec, found.prompt, tokenizer, report, found.inputs)
+                    tokenizer = load_tokenizer(found.tokenizer_source or found.source)
+                    check_prompt(self.spec, found.prompt, tokenizer, report, found.inputs)
         return report.faults
 
     def run(
@@ -151,17 +155,19 @@ def drive(
         prepare: from what the checks opened to what the supervisor needs.
     """
     from batchgen.api import checks
+    from batchgen.api.check_output import check_output_permission
+    from batchgen.api.check_report import Report
     from batchgen.api.progress import make_progress
     from batchgen.job.metrics import serve_metrics
     from batchgen.job.run_options import options_from_spec
     from batchgen.job.stop_signals import stoppable
 
     began = time.monotonic()
-    report = checks.Report()
+    report = Report()
     checked = checks.check_job(spec, report, rows_for_ids=ROWS_FOR_IDS, resume=not overwrite)
     with stoppable(), closing(checked) as found:
         with report.check():
-            checks.check_output_permission(spec)
+            check_output_permission(spec)
         report.raise_faults()
         setup = prepare(found)
         options = options_from_spec(spec, overwrite=overwrite, accept_drift=accept_drift, began=began)
@@ -215,7 +221,7 @@ def _run(
 
 def setup_of(spec: JobSpec, found: Prepared) -> JobSetup:
     """From a job that was checked to what the supervisor needs."""
-    from batchgen.api.checks import model_files
+    from batchgen.api.job_model import model_files
     from batchgen.job.fingerprints import fingerprint
     from batchgen.job.run_options import setup_from_spec
     from batchgen.job.worker_config import worker_config

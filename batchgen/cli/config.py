@@ -45,7 +45,7 @@ def command(job: Path, sets: tuple[str, ...], origin: bool, as_json: bool) -> in
 
 def _fill_sampling(spec: JobSpec, sampling: dict[str, Any], origins: dict[str, str]) -> None:
     """Fill nulls as the first attempt will, if the model's configuration can be had."""
-    from batchgen.api.checks import find_model, recorded_commit
+    from batchgen.api.job_model import find_model, recorded_commit
     from batchgen.sampling.resolve import NEUTRAL as NEUTRAL_VALUES
     from batchgen.sampling.resolve import generation_defaults, read_generation_config
     from batchgen.types import BatchgenError

@@ -106,6 +106,6 @@ def _resolved_job(folder: Path, *, required: bool) -> JobSpec | None:
 
 
 def _inputs(spec: JobSpec) -> InputSet:
-    from batchgen.api.checks import open_job_input
+    from batchgen.api.job_input import open_job_input
 
     return open_job_input(spec)

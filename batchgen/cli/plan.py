@@ -14,7 +14,8 @@ from batchgen.cli.options import AS_JSON, JOB, SET, human_size, print_json
 from batchgen.grammar import agreeing, counted
 
 if TYPE_CHECKING:
-    from batchgen.api.checks import Prepared, Report
+    from batchgen.api.check_report import Report
+    from batchgen.api.checks import Prepared
     from batchgen.data.row import Row
     from batchgen.data.source import InputSet
     from batchgen.job.fingerprints import Fingerprints
@@ -50,15 +51,17 @@ def command(job: Path, full: bool, sample: int, sets: tuple[str, ...], as_json: 
     would end with before it loads weights: 0, 2, 3, 4 or 5.
     """
     from batchgen.api import checks
+    from batchgen.api.check_output import check_output_writable
+    from batchgen.api.check_report import Report
     from batchgen.job.load import load_job
 
     spec = load_job(job, sets)
-    report = checks.Report()
+    report = Report()
     with closing(checks.check_job(spec, report, rows_for_ids=checks.ROWS_FOR_IDS)) as found:
         if found.inputs is None or found.prompt is None or found.source is None:
             report.raise_faults()
         with report.check("output", "path"):
-            checks.check_output_writable(spec)
+            check_output_writable(spec)
         plan = _plan(spec, found, report, None if full else sample)
     plan["bits"] = _bits(spec)
     _judge(spec, plan, report)
@@ -115,7 +118,8 @@ def _judge(spec: JobSpec, plan: Mapping[str, Any], report: Report) -> None:
 
 
 def _plan(spec: JobSpec, found: Prepared, report: Report, sample: int | None) -> dict[str, Any]:
-    from batchgen.api import checks
+    from batchgen.api.check_prompt import check_prompt
+    from batchgen.api.job_model import load_tokenizer
     from batchgen.job.plan import Outlook, make_plan
     from batchgen.job.plan_rows import scan_rows
     from batchgen.job.selection import Selection
@@ -124,9 +128,9 @@ def _plan(spec: JobSpec, found: Prepared, report: Report, sample: int | None) ->
     assert found.inputs is not None
     assert found.prompt is not None
     assert found.source is not None
-    tokenizer = checks.load_tokenizer(found.tokenizer_source or found.source)
+    tokenizer = load_tokenizer(found.tokenizer_source or found.source)
     before = len(report.faults)
-    checks.check_prompt(spec, found.prompt, tokenizer, report)
+    check_prompt(spec, found.prompt, tokenizer, report)
     if len(report.faults) > before:
         # Every row would fail to render; there is nothing to count.
         report.raise_faults()
@@ -244,7 +248,7 @@ def _folder(spec: JobSpec, found: Prepared, report: Report) -> FolderOutlook | N
 
 def _fingerprints(spec: JobSpec, found: Prepared, report: Report) -> Fingerprints | None:
     """Of the job; None where its weights are not here to be compared."""
-    from batchgen.api.checks import model_files
+    from batchgen.api.job_model import model_files
     from batchgen.job.fingerprints import fingerprint
     from batchgen.types import UsageError
 

@@ -41,24 +41,25 @@ def command(job: Path, row: int | None, row_id: str | None, sets: tuple[str, ...
 
 
 def _explain(job: Path, sets: tuple[str, ...], number: int | None, row_id: str | None) -> dict[str, Any]:
-    from batchgen.api import checks
+    from batchgen.api.job_input import bind_prompt, open_job_input
+    from batchgen.api.job_model import find_model, find_tokenizer, load_tokenizer, recorded_commit
     from batchgen.data.prompt_values import prompt_values
     from batchgen.job.load import load_job
     from batchgen.text.prompt import Explanation, PromptRenderer
 
     spec = load_job(job, sets)
-    with closing(checks.open_job_input(spec)) as inputs:
-        prompt = checks.bind_prompt(spec, inputs)
+    with closing(open_job_input(spec)) as inputs:
+        prompt = bind_prompt(spec, inputs)
         row = _find_row(inputs, number or 0, row_id)
-    source = checks.find_model(spec, checks.recorded_commit(spec))
-    tokenizer_source = checks.find_tokenizer(spec)
+    source = find_model(spec, recorded_commit(spec))
+    tokenizer_source = find_tokenizer(spec)
     shown: dict[str, Any] = {"row": row.ordinal, "id": row.id, "file": row.file, "line": row.line}
     columns = prompt_values(row, prompt.required_columns())
     sampling, fault = _effective_sampling(spec, source.folder, prompt, columns)
     if row.error is not None:
         explanation = Explanation(None, [], 0, 0, row.error)
     else:
-        renderer = PromptRenderer(prompt, checks.load_tokenizer(tokenizer_source or source))
+        renderer = PromptRenderer(prompt, load_tokenizer(tokenizer_source or source))
         explanation = renderer.explain(columns, spec.model.max_model_len, sampling)
     error = fault or explanation.error
     return {

@@ -11,7 +11,7 @@ import click
 from batchgen.cli.options import AS_JSON, JOB, SET, print_json
 
 if TYPE_CHECKING:
-    from batchgen.api.checks import Report
+    from batchgen.api.check_report import Report
 
 
 @click.command("validate", short_help="Check a job: file, paths, columns, template, permissions; no weights.")
@@ -34,9 +34,13 @@ def command(job: Path, sets: tuple[str, ...], as_json: bool) -> int:
 
 def _report(job: Path, sets: tuple[str, ...]) -> Report:
     from batchgen.api import checks
+    from batchgen.api.check_output import check_output_writable
+    from batchgen.api.check_prompt import check_prompt
+    from batchgen.api.check_report import Report
+    from batchgen.api.job_model import load_tokenizer
     from batchgen.job.load import load_as_far_as_possible
 
-    report = checks.Report()
+    report = Report()
     with report.check():
         spec, faults = load_as_far_as_possible(job, sets)
         report.faults += [faults] if faults is not None else []
@@ -44,10 +48,10 @@ def _report(job: Path, sets: tuple[str, ...]) -> Report:
         with closing(checks.check_job(spec, report, rows_for_ids=checks.ROWS_FOR_IDS)) as found:
             if spec.sound("output.path", "run.min_free_disk"):
                 with report.check("output", "path"):
-                    checks.check_output_writable(spec)
+                    check_output_writable(spec)
             source = found.tokenizer_source or found.source
             if source is not None and found.prompt is not None:
-                checks.check_prompt(spec, found.prompt, checks.load_tokenizer(source), report, found.inputs)
+                check_prompt(spec, found.prompt, load_tokenizer(source), report, found.inputs)
     return report
 
 

@@ -86,7 +86,7 @@ def _resolved_job(folder: Path, notes: list[str]) -> JobSpec | None:
 
 
 def _inputs(spec: JobSpec, notes: list[str]) -> InputSet | None:
-    from batchgen.api.checks import open_job_input
+    from batchgen.api.job_input import open_job_input
     from batchgen.types import BatchgenError
 
     try:
@@ -97,7 +97,7 @@ def _inputs(spec: JobSpec, notes: list[str]) -> InputSet | None:
 
 
 def _fingerprints(spec: JobSpec, inputs: InputSet, notes: list[str]) -> Fingerprints | None:
-    from batchgen.api.checks import find_model, find_tokenizer, model_files, recorded_commit
+    from batchgen.api.job_model import find_model, find_tokenizer, model_files, recorded_commit
     from batchgen.job.fingerprints import fingerprint
     from batchgen.types import BatchgenError
 

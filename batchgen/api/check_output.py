@@ -1,0 +1,90 @@
+"""What can be wrong with where a job writes and the columns it writes. For `checks`, `plan` and `run`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchgen.types import StorageError, Task, UsageError
+
+if TYPE_CHECKING:
+    from batchgen.data.source import InputSet
+    from batchgen.job.spec import JobSpec
+
+
+def check_output_writable(spec: JobSpec) -> None:
+    """What `run` will find out by writing: the output folder can be written or made, and has room.
+
+    Raises:
+        StorageError: no permission, or less space than `run.min_free_disk`.
+    """
+    check_output_permission(spec)
+    existing = _existing_part(spec.output_folder)
+    if not existing.is_dir():
+        return
+    free = shutil.disk_usage(existing).free
+    if free < spec.run.min_free_disk:
+        raise StorageError(
+            f"output.path: {existing} has {free:,} bytes free and run.min_free_disk asks for "
+            f"{spec.run.min_free_disk:,}; free some space or lower run.min_free_disk"
+        )
+
+
+def check_output_permission(spec: JobSpec) -> None:
+    """Whether the output folder can be written or made; before weights are fetched or hashed.
+
+    Raises:
+        StorageError: no permission.
+    """
+    existing = _existing_part(spec.output_folder)
+    if existing.is_dir() and not os.access(existing, os.W_OK | os.X_OK):
+        raise StorageError(
+            f"output.path: no permission to write in {existing}; allow it or choose another output.path"
+        )
+
+
+def _existing_part(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+
+
+def check_output_is_folder(spec: JobSpec) -> None:
+    folder = spec.output_folder
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass
+    except OSError as error:
+        raise UsageError(
+            f"output.path: {folder} cannot be a folder ({error.strerror}); choose another"
+        ) from error
+    existing = _existing_part(folder)
+    if existing.is_symlink() and not existing.exists():
+        raise UsageError(
+            f"output.path: {existing} is a symbolic link to nothing; make the folder it leads to"
+        )
+    if not existing.is_dir():
+        raise UsageError(f"output.path: {existing} is a file; give a folder")
+
+
+def check_store(url: str) -> None:
+    """Whether the object store's package is there; asks nothing over the network."""
+    from batchgen.job.object_store import ObjectStore
+
+    ObjectStore(url)
+
+
+def check_output_columns(spec: JobSpec, inputs: InputSet) -> list[str]:
+    from batchgen.data.results import plan_output
+
+    plan = plan_output(
+        inputs,
+        format=spec.output.format,
+        columns=spec.input.columns,
+        renames=spec.output.columns,
+        include=spec.output.include,
+        reasoning=spec.sampling.reasoning_column,
+        task=Task(spec.task),
+    )
+    return plan.notes()
