@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -172,6 +172,8 @@ class SamplingParams:
         bad_words: texts that are not to be written, however they begin: with or without a space before.
         allowed_token_ids: only these may be drawn, the end of sequence too only if it is here; empty for all.
         logits_processors: functions of the caller's, see `LogitsProcessor`; not in a job file.
+        logprobs: score the tokens of the answer, each with this many of the likeliest beside it, by the
+            model's own logits, before any of the settings above. None for no scores.
         prompt_logprobs: score the prompt's own tokens, each with this many of the likeliest beside it; such a
             prompt is computed in full, whatever the prefix cache holds. None for no scores.
         reasoning: marks of what is split off the text; stop conditions hold for both parts.
@@ -198,6 +200,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    logprobs: int | None = None
     prompt_logprobs: int | None = None
     reasoning: Reasoning | None = None
 
@@ -216,11 +219,10 @@ class SamplingParams:
         require(self.n == 1 or not self.greedy, "n", "1 with temperature 0, where all samples would be equal")
         require(all(self.stop), "stop", "non-empty strings")
         require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids of 0 or more")
-        require(
-            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MOST_LOGPROBS,
-            "prompt_logprobs",
-            f"null or a number from 0 to {MOST_LOGPROBS}",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            allowed = f"null or a number from 0 to {MOST_LOGPROBS}"
+            require(count is None or 0 <= count <= MOST_LOGPROBS, name, allowed)
         require(0 <= self.seed < 2**63, "seed", "an integer from 0 to 2**63 - 1")
         for name in ("presence_penalty", "frequency_penalty"):
             require(-2 <= getattr(self, name) <= 2, name, "a number from -2 to 2")
@@ -315,6 +317,24 @@ class TokenScores:
         self.ranks.extend(other.ranks)
         self.top.extend(other.top)
 
+    @classmethod
+    def joined(cls, parts: Iterable[TokenScores]) -> TokenScores:
+        """Of stretches of tokens that follow one another."""
+        whole = cls()
+        for part in parts:
+            whole.extend(part)
+        return whole
+
+    def part(self, which: slice, top_k: int) -> TokenScores:
+        """Of some of the tokens, with at most `top_k` of the likeliest at each."""
+        top = [likeliest[:top_k] for likeliest in self.top[which]] if top_k else []
+        return TokenScores(self.logprobs[which], self.ranks[which], top)
+
+    @property
+    def columns(self) -> tuple[Sequence[float], Sequence[int], Sequence[tuple[TokenLogprob, ...]]]:
+        """Logprob, rank and likeliest tokens of each token, the last empty if they were not asked for."""
+        return self.logprobs, self.ranks, self.top or [()] * len(self)
+
     @property
     def loglikelihood(self) -> float:
         """Sum of the logprobs, rounded once."""
@@ -324,6 +344,23 @@ class TokenScores:
     def is_greedy(self) -> bool:
         """Whether every token is the likeliest at its place."""
         return all(rank == 1 for rank in self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledLogprob:
+    """What the model thought of a token that was drawn; see `TokenLogprob`.
+
+    Args:
+        token_id: of the token.
+        logprob: of the token.
+        rank: of the token; more than 1 where the sampling settings, or chance, preferred another one.
+        top: the likeliest tokens at its place, likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,7 +530,7 @@ class Sample:
 
     `token_ids` and `text` are cut at the stop condition, both at the same place; neither holds the
     end-of-sequence or stop token. `reasoning` was split off `text`, if that was asked for and there was any;
-    `token_ids` are those of both.
+    `token_ids` are those of both. `scores` are those of `token_ids`, if they were asked for.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -501,6 +538,14 @@ class Sample:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     reasoning: str | None = None
+    scores: TokenScores | None = None
+
+    @property
+    def logprobs(self) -> list[SampledLogprob] | None:
+        """Of each of `token_ids`; None where they were not asked for."""
+        if self.scores is None:
+            return None
+        return list(map(SampledLogprob, self.token_ids, *self.scores.columns))
 
 
 @dataclass(slots=True)
@@ -508,8 +553,8 @@ class Output:
     """The end of one request.
 
     `samples` holds as many answers as were asked for, and none where there is an error; `text`, `token_ids`,
-    `finish_reason` and `stop_reason` are those of the first. `completion_tokens` counts every token sampled
-    for any of them, the end-of-sequence and stop tokens included.
+    `finish_reason`, `stop_reason` and `logprobs` are those of the first. `completion_tokens` counts every
+    token sampled for any of them, the end-of-sequence and stop tokens included.
     `queue_seconds` passed from the request's arrival to its first step, `prefill_seconds` from there to its
     first token in this process, `decode_seconds` from there to its end;
     `control_tokens` is how many its own text spelled. `turns` holds the answer of each turn of a dialogue;
@@ -549,9 +594,12 @@ class Output:
         """Of each token of the prompt, None for the first; None where they were not asked for."""
         if self.scores is None:
             return None
-        tops = self.scores.top or [()] * len(self.scores)
-        scored = zip(self.scores.logprobs, self.scores.ranks, tops, strict=True)
-        return [None, *(PromptLogprob(*one) for one in scored)]
+        return [None, *map(PromptLogprob, *self.scores.columns)]
+
+    @property
+    def logprobs(self) -> list[SampledLogprob] | None:
+        """Of the first sample; None where they were not asked for."""
+        return self.samples[0].logprobs if self.samples else None
 
     @property
     def text(self) -> str:

@@ -14,7 +14,7 @@ from batchgen.core.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from batchgen.engine.build import Engine, build_engine
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.core import EngineCore
-from batchgen.types import Output, Request, SamplingParams
+from batchgen.types import Output, Request, SamplingParams, Scoring
 
 
 def make_engine(folder: Path, **settings: object) -> Engine:
@@ -58,6 +58,7 @@ def run(
     sampling: SamplingParams | Sequence[SamplingParams],
     partial: Sequence[list[int]] | None = None,
     first_row: int = 0,
+    scoring: Sequence[Scoring | None] | None = None,
 ) -> list[Output]:
     """All prompts to their end; outputs in the order of the prompts."""
     each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
@@ -66,6 +67,8 @@ def run(
         request = Request(first_row + i, list(prompt), params)
         if partial is not None:
             request.output_token_ids = list(partial[i])
+        if scoring is not None:
+            request.scoring = scoring[i]
         output = engine.core.add(request)
         if output is not None:
             done[output.request_id] = output

@@ -60,8 +60,6 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -73,6 +71,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
 }
+_LOGPROBS = ("logprobs", "top_logprobs")
 _PROMPTS = {
     "/v1/chat/completions": "messages",
     "/v1/completions": "prompt",
@@ -160,9 +159,9 @@ def _prompt(body: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found = _logprobs(body)
     for key, value in body.items():
-        if value is None or key in _WITHOUT_EFFECT:
+        if value is None or key in _WITHOUT_EFFECT or key in _LOGPROBS:
             continue
         ours = _SAMPLING.get(key)
         if ours is None:
@@ -173,6 +172,20 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[ours] = [value] if key == "stop" and isinstance(value, str) else value
     return found
+
+
+def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat says whether and then how many, a completion only how many."""
+    wanted, likeliest = (body.get(key) for key in _LOGPROBS)
+    if wanted is None or wanted is False:
+        if likeliest:
+            raise _refused("body.top_logprobs needs body.logprobs: true; add it")
+        return {}
+    if wanted is True:
+        return {"logprobs": likeliest or 0}
+    if likeliest is not None:
+        raise _refused("body.top_logprobs has no meaning beside a number in body.logprobs; keep one")
+    return {"logprobs": wanted}
 
 
 def _is_off(key: str, value: Any) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchgen.data.exact_json import clean_text
+from batchgen.data.packed_logprobs import PackedLogprobs
 from batchgen.data.passthrough import ColumnPassthrough
 from batchgen.data.row import Row
 from batchgen.data.row_result import RowResult
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
 ERROR_TYPE = pa.struct([("class", pa.string()), ("message", pa.string())])
 USAGE_TYPE = pa.struct(
     [("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64()), ("truncated_tokens", pa.int64())]
+)
+_LIKELIEST = pa.struct([("token", pa.string()), ("id", pa.int32()), ("logprob", pa.float32())])
+LOGPROBS_TYPE = pa.list_(
+    pa.struct(
+        [
+            ("token", pa.string()),
+            ("id", pa.int32()),
+            ("logprob", pa.float32()),
+            ("rank", pa.int32()),
+            ("top", pa.list_(_LIKELIEST)),
+        ]
+    )
 )
 BEFORE = {"row": pa.int64(), "id": pa.string()}
 PROMPT_LOGPROBS = pa.list_(
@@ -54,6 +67,7 @@ AFTER = {
     "prompt_token_ids": pa.list_(pa.int32()),
     "output_token_ids": pa.list_(pa.int32()),
     "seed": pa.int64(),
+    "logprobs": LOGPROBS_TYPE,
     "reasoning": pa.string(),
     "prompt_logprobs": PROMPT_LOGPROBS,
 }
@@ -148,6 +162,44 @@ def _token_ids(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), flat, type=AFTER[key], mask=missing)
 
 
+def _logprobs(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+    """Nested arrays over the numbers of all rows; only texts of tokens become Python objects."""
+    values = [packed and PackedLogprobs.unpack(packed) for packed in _included(key, fields)]
+    known = [value for value in values if value is not None]
+    likeliest = pa.StructArray.from_arrays(
+        [
+            texts([t for value in known for t in value.texts_of(value.top_ids)]),
+            pa.array(_joined([value.top_ids for value in known], np.int32)),
+            pa.array(_joined([value.top_logprobs for value in known], np.float32)),
+        ],
+        fields=list(_LIKELIEST),
+    )
+    counts = [value.top_k for value in known for _ in value.ids]
+    tokens = pa.StructArray.from_arrays(
+        [
+            texts([t for value in known for t in value.texts_of(value.ids)]),
+            pa.array(_joined([value.ids for value in known], np.int32)),
+            pa.array(_joined([value.logprobs for value in known], np.float32)),
+            pa.array(_joined([value.ranks for value in known], np.int32)),
+            pa.ListArray.from_arrays(_offsets(counts), likeliest, type=pa.list_(_LIKELIEST)),
+        ],
+        fields=list(LOGPROBS_TYPE.value_type),
+    )
+    missing = pa.array([value is None for value in values], pa.bool_())
+    lengths = [0 if value is None else len(value.ids) for value in values]
+    return pa.ListArray.from_arrays(_offsets(lengths), tokens, type=LOGPROBS_TYPE, mask=missing)
+
+
+def _joined(arrays: Sequence[Any], kind: Any) -> Any:
+    return np.frombuffer(b"".join(one.tobytes() for one in arrays), kind)
+
+
+def _offsets(lengths: Sequence[int]) -> pa.Array:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(np.asarray(lengths, np.int32), out=offsets[1:])
+    return pa.array(offsets)
+
+
 def _numbers(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
     return pa.array(_included(key, fields), AFTER[key])
 
@@ -199,6 +251,7 @@ _OURS: dict[str, Callable[[str, dict[str, Sequence[Any]]], pa.Array]] = {
     "prompt_token_ids": _token_ids,
     "output_token_ids": _token_ids,
     "seed": _numbers,
+    "logprobs": _logprobs,
     "reasoning": _included_text,
     "prompt_logprobs": _prompt_logprobs,
     **dict.fromkeys(ALL_TASK_COLUMNS, _numbers),

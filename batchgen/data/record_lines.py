@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from batchgen.data.exact_json import draft, encode, one_line
+from batchgen.data.openai_logprobs import chat_logprobs, completion_logprobs
+from batchgen.data.packed_logprobs import PackedLogprobs
 from batchgen.data.passthrough import MemberPassthrough
 from batchgen.data.row import Row
 from batchgen.data.row_result import INCLUDED, TOKEN_IDS, RowResult, unpack_ids
@@ -98,6 +100,8 @@ def shown(key: str, value: Any) -> Any:
         return unpack_vector(value)
     if key == "scores":
         return [{"label": label, "score": score} for label, score in value]
+    if key == "logprobs":
+        return list(PackedLogprobs.unpack(value).records())
     return named_logprobs(value) if key == "prompt_logprobs" else value
 
 
@@ -140,7 +144,8 @@ class BatchLine:
 
     def _choice(self, result: RowResult) -> str:
         text = encode(result.generated_text)
-        reasoning = (result.included or {}).get("reasoning")
+        included = result.included or {}
+        packed, reasoning = included.get("logprobs"), included.get("reasoning")
         if reasoning is not None:
             text += f', "reasoning_content": {encode(reasoning)}'
         content = (
@@ -149,7 +154,11 @@ class BatchLine:
         reasons = (
             f'"finish_reason": {encode(result.finish_reason)}, "stop_reason": {encode(result.stop_reason)}'
         )
-        return f'{{"index": 0, {content}, "logprobs": null, {reasons}}}'
+        logprobs = "null"
+        if packed is not None:
+            unpacked = PackedLogprobs.unpack(packed)
+            logprobs = encode(chat_logprobs(unpacked) if self._chat else completion_logprobs(unpacked))
+        return f'{{"index": 0, {content}, "logprobs": {logprobs}, {reasons}}}'
 
 
 def _failure(result: RowResult) -> str:

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple, Self
 
 from batchgen.types import ErrorClass, RowError, Status
 
-INCLUDED = ("prompt", "prompt_token_ids", "output_token_ids", "seed", "prompt_logprobs", "reasoning")
+INCLUDED = (
+    *("prompt", "prompt_token_ids", "output_token_ids", "seed"),
+    *("logprobs", "prompt_logprobs", "reasoning"),
+)
 """What a worker reports of a row only where the job asks for it: `output.include`, `sampling.reasoning`."""
 TOKEN_IDS = frozenset({"prompt_token_ids", "output_token_ids"})
 
@@ -25,7 +28,8 @@ class RowResult(NamedTuple):
         generated_text: of a dialogue, the text of each turn.
         usage: prompt, completion and truncated tokens; None where the engine never saw the row.
         included: those of `INCLUDED` that were asked for, and the columns of the job's task, where they are
-            known; token ids and vectors as bytes, see `pack_ids` and `pack_vector`.
+            known; token ids and vectors as bytes, see `pack_ids` and `pack_vector`, logprobs as
+            `PackedLogprobs.pack` gives them.
     """
 
     status: str

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchgen.text.prompt import PreparedRow
-from batchgen.types import Output, Request, RowError, Sample, SamplingParams
+from batchgen.types import Output, Request, RowError, Sample, SamplingParams, TokenScores
 
 _SUMS = ("prompt_tokens", "completion_tokens", "truncated_tokens", "cached_tokens", "preemptions")
 _TIMES = ("queue_seconds", "prefill_seconds", "decode_seconds")
@@ -99,12 +99,16 @@ class Dialogue:
         """The turns' outputs as one: sums of their counts, and the last one's reasons."""
         sums = {name: sum(getattr(output, name) for output in self._ended) for name in (*_SUMS, *_TIMES)}
         tokens = [token for output in self._ended for token in output.token_ids]
+        scores = [sample.scores for sample in self.answered if sample.scores is not None]
         last = self._ended[-1]
         return replace(
             last,
             error=error,
             turns=tuple(self.answered),
-            samples=tuple(replace(sample, token_ids=tokens) for sample in last.samples),
+            samples=tuple(
+                replace(sample, token_ids=tokens, scores=TokenScores.joined(scores) if scores else None)
+                for sample in last.samples
+            ),
             # Every rendering sees the texts of all turns before it.
             control_tokens=max(output.control_tokens for output in self._ended),
             **sums,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
+from batchgen.data.packed_logprobs import PackedLogprobs
 from batchgen.data.row_result import pack_ids
 from batchgen.data.task_columns import pack_prompt_logprobs, task_values
 from batchgen.text.prompt import PreparedRow
@@ -17,11 +18,15 @@ class Included:
 
     Args:
         asked: those of `batchgen.data.row_result.INCLUDED` that the job wants.
+        text_of: from a token id to the bytes that it stands for.
         task: of the job; what it gives is reported beside them.
     """
 
-    def __init__(self, asked: Collection[str], task: Task = Task.GENERATE) -> None:
+    def __init__(
+        self, asked: Collection[str], text_of: Callable[[int], bytes], task: Task = Task.GENERATE
+    ) -> None:
         self._asked = asked
+        self._text_of = text_of
         self._task = task
         self._keeps = not {"prompt", "prompt_token_ids", "seed"}.isdisjoint(asked)
         self._sizes: dict[int, tuple[int, int]] = {}
@@ -51,11 +56,18 @@ class Included:
             found |= {
                 "output_token_ids": pack_ids(output.token_ids),
                 "seed": seed,
+                "logprobs": self._logprobs(output) if "logprobs" in self._asked else None,
                 "prompt_logprobs": pack_prompt_logprobs(output),
                 "reasoning": _reasoning(output),
             }
         asked = {key: value for key, value in found.items() if key in self._asked and value is not None}
         return asked | values
+
+    def _logprobs(self, output: Output) -> list[Any] | None:
+        sample = output.samples[0] if output.samples else None
+        if sample is None or sample.scores is None:
+            return None
+        return PackedLogprobs.of(sample.token_ids, sample.scores, self._text_of).pack()
 
 
 def _reasoning(output: Output) -> str | list[str | None] | None:

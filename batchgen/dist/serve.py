@@ -128,7 +128,10 @@ class WorkerLoop:
         self._draining = False
         self._stopping = False
         self._last_progress = 0.0
-        self._included = Included(config.get("include", ()), self._engine.requests.task)
+        tokenizer = self._engine.renderer.tokenizer
+        self._included = Included(
+            config.get("include", ()), tokenizer.token_bytes, self._engine.requests.task
+        )
         self._intake = Intake(
             channel,
             self._engine.renderer,

@@ -19,7 +19,7 @@ from batchgen.core.scheduler import Scheduler, SchedulerOutput
 from batchgen.engine.inputs import round_up
 from batchgen.engine.isolation import Isolation, StepFailed, error_of_row, is_of_a_row, out_of_memory
 from batchgen.engine.live_row import Decoding, LiveRow, live_row
-from batchgen.engine.reading import Labels, Reading, read_step
+from batchgen.engine.reading import Labels, Reading, read_step, score_rows
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.step_budget import StepBudget
 from batchgen.sampling.operations import operations_of
@@ -37,14 +37,15 @@ from batchgen.types import (
     RowFailure,
     SamplingParams,
     Task,
+    TokenScores,
 )
 
 MAX_DECODINGS = 1024
 logger = logging.getLogger(__name__)
 
 
-_Drawn = list[int | RowError]
-"""A token of a request, or why it has none, and after it those of its forks, in their order."""
+_Drawn = list[tuple[int | RowError, TokenScores | None]]
+"""A token of a request, or why it has none, and its scores; then those of its forks, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,7 @@ class EngineCore:
         """Tokens for each request and its forks, from `(R, V)` logits of the R requests."""
         source = [i for i, request in enumerate(requests) for _ in range(1 + request.num_forks)]
         rows = [self._sampling_row(r, r.sample + i) for r in requests for i in range(1 + r.num_forks)]
-        tokens: _Drawn = []
+        tokens: list[int | RowError] = []
         if len(rows) == len(requests):
             tokens = sample(logits, rows) if rows else []
         else:
@@ -273,21 +274,22 @@ class EngineCore:
             for start in range(0, len(rows), len(requests)):
                 part = slice(start, start + len(requests))
                 tokens += sample(logits[torch.tensor(source[part])], rows[part])
-        drawn = iter(tokens)
+        scores = (_scores(logits[i], row, token) for i, row, token in zip(source, rows, tokens, strict=True))
+        drawn = zip(tokens, scores, strict=True)
         return [(request, list(itertools.islice(drawn, 1 + request.num_forks))) for request in requests]
 
     def _finalize(self, planned: SchedulerOutput, computed: _Computed) -> list[Output]:
         outputs = self._poisoned(computed.nonfinite)
-        own = {request.request_id: tokens[0] for request, tokens in computed.drawn}
+        own = {request.request_id: drawn[0][0] for request, drawn in computed.drawn}
         self.scheduler.update(planned, {i: token for i, token in own.items() if isinstance(token, int)})
         now = time.monotonic()
         # Whoever shared blocks with a poisoned request was preempted, and what it was to get is dropped.
         for reading in computed.readings:
             if reading.request.state is RequestState.RUNNING:
                 outputs += self._caught(reading.request, self._take(reading))
-        for request, tokens in computed.drawn:
+        for request, drawn in computed.drawn:
             if request.state is RequestState.RUNNING:
-                outputs += self._caught(request, self._go_on(request, tokens, now))
+                outputs += self._caught(request, self._go_on(request, drawn, now))
         return outputs
 
     def _caught(self, request: Request, outputs: Iterator[Output]) -> list[Output]:
@@ -301,8 +303,8 @@ class EngineCore:
     def _take(self, reading: Reading) -> Iterator[Output]:
         """Keep what was read; ends a request that does not generate once its prompt is through."""
         request = reading.request
-        live = self._live[request.request_id]
-        live.reader.take(reading)
+        live = self._live[request.row]
+        live.take(reading)
         if request.generates or request.num_computed_tokens < request.num_tokens:
             return
         self.scheduler.finish(request.request_id)
@@ -347,16 +349,16 @@ class EngineCore:
             The row's output, if that was the last of its samples, or if it has failed.
         """
         row = self._live[request.row]
-        tokens = [token for token in drawn if isinstance(token, int)]
-        errors = [token for token in drawn if isinstance(token, RowError)]
+        tokens = [token for token, _ in drawn if isinstance(token, int)]
+        errors = [token for token, _ in drawn if isinstance(token, RowError)]
         if errors:
             yield self.fail(request.row, errors[0])
             return
         self.counters.sampled += len(tokens)
         row.phases.has_token(now)
         mine = row.samples[request.sample :][: len(tokens)]
-        for live, token in zip(mine, tokens, strict=True):
-            live.append(token)
+        for live, token, (_, scores) in zip(mine, tokens, drawn, strict=True):
+            live.append(token, scores)
         if request.num_forks:
             self._fork(row, tokens)
         for live in mine:
@@ -389,6 +391,12 @@ class EngineCore:
 
     def _refused(self, request: Request, error: RowError) -> Output:
         return Output(request.request_id, prompt_tokens=len(request.prompt_token_ids), error=error)
+
+
+def _scores(logits: torch.Tensor, row: SamplingRow, token: int | RowError) -> TokenScores | None:
+    """Of a drawn token, where they were asked for; a row at a time, so that no copy of the logits is made."""
+    top_k = row.sampling.logprobs
+    return None if top_k is None or isinstance(token, RowError) else score_rows(logits[None], [token], top_k)
 
 
 def _nonfinite(request: Request, position: int) -> RowError:

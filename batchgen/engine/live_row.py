@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from batchgen.engine.phases import Phases
-from batchgen.engine.reading import Reader
+from batchgen.engine.reading import Reader, Reading
 from batchgen.sampling.history import TokenHistory
 from batchgen.sampling.operations import Operation
 from batchgen.text.reasoning import ReasoningSplitter
 from batchgen.text.stop import Finish, StopChecker, StopRules
-from batchgen.types import Output, Request, Sample
+from batchgen.types import Output, Request, Sample, Scoring, TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class LiveSample:
         history: what the operations on its logits may ask.
         reported: tokens of `request` that are known outside.
         finish: how it ended, once it has.
+        scores: of the tokens of `request`, where they were asked for.
     """
 
     request: Request
@@ -45,9 +46,12 @@ class LiveSample:
     history: TokenHistory
     reported: int
     finish: Finish | None = None
+    scores: TokenScores | None = None
 
-    def append(self, token_id: int) -> None:
-        """Check the stop conditions after a new token."""
+    def append(self, token_id: int, scores: TokenScores | None) -> None:
+        """Check the stop conditions after a new token, and keep its scores."""
+        if self.scores is not None and scores is not None:
+            self.scores.extend(scores)
         self.finish = self.checker.append(token_id)
 
 
@@ -92,6 +96,19 @@ class LiveRow:
         self.samples[0].request = replace(self.first.following[0], following=self.first.following[1:])
         return self.first
 
+    def take(self, reading: Reading) -> None:
+        """The readings of a step that is confirmed: of the prompt, then of tokens that came with the row."""
+        request, scores = reading.request, reading.scores
+        own = self.samples[request.sample]
+        if scores is not None and request.scoring is not None:
+            position = request.scoring.first + request.num_read
+            border = min(reading.count, max(0, len(request.prompt_token_ids) - 1 - position))
+            sampling = request.sampling
+            if own.scores is not None:
+                own.scores.extend(scores.part(slice(border, None), sampling.logprobs or 0))
+                scores = scores.part(slice(border), sampling.prompt_logprobs or 0)
+        self.reader.take(replace(reading, scores=scores))
+
     def news(self) -> Iterator[tuple[int, int, int, list[int]]]:
         """Output tokens not reported before: (row, sample, first index, ids)."""
         for i, sample in enumerate(self.samples):
@@ -102,12 +119,12 @@ class LiveRow:
 
     def output(self) -> Output:
         """What becomes of the row, all samples having ended."""
-        first, finishes = self.first, [live.finish for live in self.samples]
+        first = self.first
         requests = [*self.past, *(live.request for live in self.samples)]
         of_prompt = [*self.past, first]
         return Output(
             request_id=first.request_id,
-            samples=tuple(self._sample(finish) for finish in finishes if finish),
+            samples=tuple(self._sample(live, live.finish) for live in self.samples if live.finish),
             prompt_tokens=sum(len(request.prompt_token_ids) for request in of_prompt),
             completion_tokens=sum(len(request.output_token_ids) for request in requests),
             truncated_tokens=first.truncated_tokens,
@@ -117,8 +134,10 @@ class LiveRow:
             scores=self.reader.scores,
         )
 
-    def _sample(self, finish: Finish) -> Sample:
+    def _sample(self, live: LiveSample, finish: Finish) -> Sample:
         sample = Sample(finish.token_ids, finish.text, finish.reason, finish.stop_reason)
+        if live.scores is not None:
+            sample.scores = live.scores.part(slice(len(finish.token_ids)), self.first.sampling.logprobs or 0)
         if self.decoding.splitter is not None:
             split = self.decoding.splitter.split
             sample.reasoning, sample.text = split(self.first.prompt_token_ids, finish.token_ids, finish.text)
@@ -135,22 +154,38 @@ def live_row(request: Request, decoding: Decoding, most: int, ids: Iterator[int]
         ids: numbers for the requests of the other samples.
         now: of the monotonic clock.
     """
-    samples = [_live_sample(one, decoding.rules, most) for one in (request, *_others(request, ids))]
-    return LiveRow(samples, decoding, Phases(now), Reader(request))
+    reader, others = Reader(request), list(_others(request, ids))
+    samples = [_live_sample(one, decoding.rules, most) for one in (request, *others)]
+    return LiveRow(samples, decoding, Phases(now), reader)
 
 
 def _live_sample(request: Request, rules: StopRules, most: int) -> LiveSample:
-    known = request.output_token_ids
+    known, scored = request.output_token_ids, request.generates and request.sampling.logprobs is not None
     checker = StopChecker(rules, most)
     finish = checker.prime(known)
-    if finish is not None and request.scoring is not None:
-        # Its prompt is to be scored all the same, after which the last token is sampled again.
+    if finish is not None and (scored or request.scoring is not None):
+        # It is to be scored all the same, after which the last token is sampled again.
         del known[checker.num_tokens - 1 :]
         checker = StopChecker(rules, most)
         finish = checker.prime(known)
     # In a dialogue, what comes behind the end of this answer belongs to the next.
     del known[checker.num_tokens :]
-    return LiveSample(request, checker, TokenHistory(request.prompt_token_ids, known), len(known), finish)
+    if scored and known:
+        request.scoring = _also_of(request, known)
+    history = TokenHistory(request.prompt_token_ids, known)
+    return LiveSample(request, checker, history, len(known), finish, TokenScores() if scored else None)
+
+
+def _also_of(request: Request, known: list[int]) -> Scoring:
+    """What is scored of a prompt, and the tokens that an earlier attempt sampled after it.
+
+    Computed again, not kept with these tokens: they pass through the model anyway.
+    """
+    sampling = request.sampling
+    if request.scoring is None:
+        return Scoring(len(request.prompt_token_ids) - 1, tuple(known), sampling.logprobs or 0)
+    top_k = max(sampling.logprobs or 0, request.scoring.top_k)
+    return Scoring(request.scoring.first, (*request.scoring.targets, *known), top_k)
 
 
 def _others(request: Request, ids: Iterator[int]) -> Iterator[Request]:

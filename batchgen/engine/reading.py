@@ -89,7 +89,9 @@ def _scored(wanted: list[tuple[Request, range, torch.Tensor]], head: Head, most_
     for request, positions, _ in wanted:
         own = slice(offset, offset + len(positions))
         bad = _first_bad(whole[own], positions)
-        readings.append(Reading(request, len(positions), _part(scores, own, request), nonfinite=bad))
+        assert request.scoring is not None
+        part = scores.part(own, request.scoring.top_k)
+        readings.append(Reading(request, len(positions), part, nonfinite=bad))
         offset += len(positions)
     return readings
 
@@ -98,13 +100,6 @@ def _targets(request: Request, positions: range) -> Sequence[int]:
     assert request.scoring is not None
     first = request.scoring.first
     return request.scoring.targets[positions.start - first : positions.stop - first]
-
-
-def _part(scores: TokenScores, own: slice, request: Request) -> TokenScores:
-    assert request.scoring is not None
-    top_k = request.scoring.top_k
-    top = [likeliest[:top_k] for likeliest in scores.top[own]] if top_k else []
-    return TokenScores(scores.logprobs[own], scores.ranks[own], top)
 
 
 def _first_bad(finite: torch.Tensor, positions: range) -> int | None:

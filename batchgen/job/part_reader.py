@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from batchgen.data.openai_logprobs import read_logprobs
+from batchgen.data.packed_logprobs import PackedLogprobs
 from batchgen.data.row import Position, Row
 from batchgen.data.row_result import INCLUDED, TOKEN_IDS, RowResult, pack_ids
 from batchgen.data.task_columns import ALL_TASK_COLUMNS, pack_vector, plain_logprobs
@@ -124,6 +126,8 @@ def _reported(key: str, value: Any) -> Any:
         return pack_vector(value)
     if key == "scores":
         return [[one["label"], one["score"]] for one in value]
+    if key == "logprobs":
+        return PackedLogprobs.from_records(value).pack()
     return plain_logprobs(value) if key == "prompt_logprobs" else value
 
 
@@ -140,8 +144,10 @@ def _batch_row(line: dict[str, Any]) -> PartRow:
     text, reasoning = message.get("content", message.get("text")), message.get("reasoning_content")
     counts = usage["prompt_tokens"], usage["completion_tokens"], usage.get("truncated_tokens", 0)
     reasons = choice["finish_reason"], choice["stop_reason"]
-    included = None if reasoning is None else {"reasoning": reasoning}
-    result = RowResult("ok", text, *reasons, None, counts, included)
+    included = {} if reasoning is None else {"reasoning": reasoning}
+    if choice["logprobs"] is not None:
+        included["logprobs"] = read_logprobs(choice["logprobs"]).pack()
+    result = RowResult("ok", text, *reasons, None, counts, included or None)
     return PartRow(row, line["custom_id"], result)
 
 

@@ -43,6 +43,7 @@ OUR_COLUMNS = (
     "prompt_token_ids",
     "output_token_ids",
     "seed",
+    "logprobs",
     "prompt_logprobs",
 )
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -283,6 +284,10 @@ class SamplingSection(Section):
     stop: Annotated[Texts, Rule("a list of non-empty strings")] = ()
     stop_token_ids: Annotated[TokenIds, Rule("a list of token ids of 0 or more")] = ()
     seed: Annotated[int, Field(ge=0, lt=2**63), Rule("a whole number from 0 to 2**63 - 1")] = 0
+    logprobs: Annotated[
+        Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None,
+        Rule(f"null or a number from 0 to {MOST_LOGPROBS}"),
+    ] = None
     presence_penalty: Annotated[Annotated[float, Field(ge=-2, le=2)], Rule("a number from -2 to 2")] = 0.0
     frequency_penalty: Annotated[Annotated[float, Field(ge=-2, le=2)], Rule("a number from -2 to 2")] = 0.0
     repetition_penalty: Annotated[
@@ -319,7 +324,14 @@ class EmbeddingSection(Section):
 
 
 Included = Literal[
-    "usage", "finish_reason", "prompt", "prompt_token_ids", "output_token_ids", "seed", "prompt_logprobs"
+    "usage",
+    "finish_reason",
+    "prompt",
+    "prompt_token_ids",
+    "output_token_ids",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
 ]
 
 
@@ -375,9 +387,8 @@ class OutputSpec(Section):
         BeforeValidator(_tuple),
         AfterValidator(_distinct),
         Rule(
-            "a list of usage, finish_reason, prompt, prompt_token_ids, output_token_ids, seed and "
-            "prompt_logprobs",
-            later=("logprobs",),
+            "a list of usage, finish_reason, prompt, prompt_token_ids, output_token_ids, seed, logprobs and "
+            "prompt_logprobs"
         ),
     ] = ("usage", "finish_reason")
     part_rows: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"

@@ -18,7 +18,6 @@ MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("model", "trust_remote_code"): (False,),
     ("prompt", "images"): (None,),
     ("sampling", "n"): (1,),
-    ("sampling", "logprobs"): (None,),
     ("sampling", "structured"): (None,),
     ("output", "parse"): (False,),
     ("output", "samples"): ("list",),

@@ -25,6 +25,9 @@ def worker_config(spec: JobSpec, prompt: PromptSpec, commit: str | None = None) 
     for key in ("max_num_batched_tokens", "max_num_seqs", "block_size", "kv_cache_memory"):
         engine[key] = None if engine[key] == "auto" else engine[key]
     asked = {*spec.output.include, *(["reasoning"] if spec.sampling.reasoning is not None else [])}
+    if spec.output.format == "openai_batch":
+        # Its answers have a place for them, and a line of the input may ask.
+        asked.add("logprobs")
     return {
         "model": spec.model.path,
         "tokenizer": spec.model.tokenizer,

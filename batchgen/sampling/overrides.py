@@ -17,7 +17,7 @@ from batchgen.types import ErrorClass, RowFailure, SamplingParams, UsageError
 # What a job may say of sampling in all its versions, but a row of it may not, or not in this one.
 _ONLY_OF_A_JOB = frozenset({"per_row", "turns", "reasoning"})
 _NOT_SAMPLING = frozenset({"per_row", "turns"})
-_LATER = frozenset({"n", "logprobs", "structured"})
+_LATER = frozenset({"n", "structured"})
 _LIBRARY_ONLY = "logits_processors"
 _WORDS = {
     float: "a number",

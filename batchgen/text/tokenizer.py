@@ -19,6 +19,15 @@ from batchgen.types import UsageError
 # Encodings of a group are freed before the next one is made, so that memory does not grow with the batch.
 GROUP = 128
 
+_META_SPACE = "\u2581"
+# How byte-level vocabularies spell bytes: printable ones as themselves, the others from U+0100 on.
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
+_BYTE_OF = {
+    **{chr(byte): byte for byte in _PRINTABLE},
+    **{chr(0x100 + n): byte for n, byte in enumerate(_OTHERS)},
+}
+
 _FILES = (
     "tokenizer*",
     "*token*.py",
@@ -124,12 +133,40 @@ class Tokenizer:
     @cached_property
     def byte_tokens(self) -> dict[int, int]:
         """Byte of each token like `<0xE4>` that decoding joins to characters; mostly none."""
-        decoder = json.loads(self.backend.to_str())["decoder"] or {}
-        parts = [decoder, *decoder.get("decoders", ())]
-        if not any(part.get("type") == "ByteFallback" for part in parts):
+        if not any(part.get("type") == "ByteFallback" for part in self._decoders):
             return {}
         ids = {byte: self.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
         return {token_id: byte for byte, token_id in ids.items() if token_id is not None}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for in a text, by itself: a space before a word is kept, half a character too.
+
+        An id that the vocabulary does not have stands for nothing.
+        """
+        spelling = self.token(token_id)
+        if spelling is None:
+            return b""
+        if token_id in self._written_out:
+            return spelling.encode(errors="surrogatepass")
+        if token_id in self.byte_tokens:
+            return bytes([self.byte_tokens[token_id]])
+        if self._is_byte_level:
+            return bytes(_BYTE_OF[c] for c in spelling if c in _BYTE_OF)
+        return spelling.replace(_META_SPACE, " ").encode(errors="surrogatepass")
+
+    @cached_property
+    def _written_out(self) -> frozenset[int]:
+        """Ids of added tokens, which the vocabulary spells as they are in a text."""
+        return frozenset(self.backend.get_added_tokens_decoder())
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return any(part.get("type") == "ByteLevel" for part in self._decoders)
+
+    @cached_property
+    def _decoders(self) -> list[dict[str, Any]]:
+        decoder = json.loads(self.backend.to_str())["decoder"] or {}
+        return [decoder, *decoder.get("decoders", ())]
 
     @property
     def eos_token_id(self) -> int | None:

@@ -78,7 +78,7 @@ def test_completions_and_responses(tmp_path: Path) -> None:
         ("response_format", {"type": "json_object"}),
         ("n", 2),
         ("n", True),
-        ("logprobs", True),
+        ("top_logprobs", 3),
         ("reasoning_effort", "high"),
         ("something_new", 1),
         ("stream", True),

@@ -35,8 +35,8 @@ def write_job(folder: Path, model: Path, lines: list[str], **changes: Any) -> Pa
         "model": {"path": str(model), "max_model_len": 256},
         "input": "rows.jsonl",
         "prompt": {"system": "You answer in few words, and you are polite to everybody who asks."},
-        "sampling": {"max_tokens": 64, "temperature": 0.8, "seed": 3},
-        "output": {"path": "out", "part_rows": 16},
+        "sampling": {"max_tokens": 64, "temperature": 0.8, "seed": 3, "logprobs": 2},
+        "output": {"path": "out", "part_rows": 16, "include": ["usage", "finish_reason", "logprobs"]},
         "run": {"checkpoint_seconds": 0.2, "progress": "none", "min_free_disk": "1MB"},
         "engine": {"max_num_seqs": 8},
     }

@@ -62,3 +62,14 @@ def test_checking_a_section_loads_no_heavy_library():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, metaspace])
+@pytest.mark.parametrize("text", ["hello world", "h\u00e9llo \u4f60", "<|im_end|>a", "  ab"])
+def test_bytes_of_tokens_make_the_text(make, text):
+    tokenizer = make()
+    ids = tokenizer.encode_batch([text])[0]
+    joined = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    # Such tokenizers put a space before every text, and decoding takes it away again.
+    assert joined.lstrip(" ") == tokenizer.decode_all(ids).lstrip(" ")
+    assert tokenizer.token_bytes(1 << 30) == b""
