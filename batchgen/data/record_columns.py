@@ -68,8 +68,8 @@ AFTER = {
     "output_token_ids": pa.list_(pa.int32()),
     "seed": pa.int64(),
     "logprobs": LOGPROBS_TYPE,
-    "reasoning": pa.string(),
     "prompt_logprobs": PROMPT_LOGPROBS,
+    "reasoning": pa.string(),
 }
 OF_DIALOGUES = {"generated_text": pa.list_(pa.string()), "reasoning": pa.list_(pa.string())}
 """Types of columns that hold something for each turn."""

@@ -303,8 +303,6 @@ def _check_across(document: Document, sections: dict[str, Section | None], task:
     if isinstance(output, OutputSpec):
         dialogues = isinstance(sampling, SamplingSection) and sampling.turns is not None
         _check_output(document, output, dialogues=dialogues)
-        if isinstance(sampling, SamplingSection):
-            _check_logprobs(document, output, sampling)
     check_task(document, task)
     if isinstance(given, InputSpec) and given.where is not None:
         try:
@@ -328,22 +326,6 @@ def _check_output(document: Document, output: OutputSpec, *, dialogues: bool) ->
         document.fault(
             ("output", "compression"),
             f"output.compression: 'snappy' is for Parquet only; use zstd, gzip or none with {output.format}",
-        )
-
-
-def _check_logprobs(document: Document, output: OutputSpec, sampling: SamplingSection) -> None:
-    """Who computes what is not written, or writes what is not computed, has forgotten the other half."""
-    written = "logprobs" in output.include or output.format == "openai_batch"
-    if sampling.logprobs is not None and not written:
-        document.fault(
-            ("sampling", "logprobs"),
-            "sampling.logprobs: they are not written; add logprobs to output.include",
-        )
-    if "logprobs" in output.include and sampling.logprobs is None and sampling.per_row is None:
-        document.fault(
-            ("output", "include"),
-            "output.include: logprobs are not computed; set sampling.logprobs to how many of the likeliest "
-            "tokens go with each, such as 0",
         )
 
 

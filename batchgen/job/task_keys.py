@@ -12,7 +12,7 @@ from batchgen.job.faults import KeyPath, dotted
 from batchgen.job.spec import EmbeddingSection, SamplingSection, Section
 from batchgen.types import Task
 
-_OF_ANSWERS = ("output_token_ids", "seed", "prompt_logprobs")
+_OF_ANSWERS = ("output_token_ids", "seed", "logprobs", "prompt_logprobs")
 
 
 def check_task(document: Document, task: str) -> None:
@@ -22,7 +22,11 @@ def check_task(document: Document, task: str) -> None:
     include = _section(document, "output").get("include")
     included = include if isinstance(include, list) else []
     if task == Task.GENERATE:
-        _check_prompt_logprobs(document, "prompt_logprobs" in included)
+        # Answers of this format have a place for logprobs.
+        has_place = _section(document, "output").get("format") == "openai_batch"
+        _check_written(document, "logprobs", included, elsewhere=has_place)
+        _check_written(document, "prompt_logprobs", included)
+        _check_dialogue(document)
         return
     _refuse_changed(document, "sampling", SamplingSection(), task)
     for column in _OF_ANSWERS:
@@ -39,20 +43,25 @@ def check_task(document: Document, task: str) -> None:
         _meaningless(document, ("input", "dedupe"), task)
 
 
-def _check_prompt_logprobs(document: Document, included: bool) -> None:
+def _check_written(document: Document, key: str, included: list[Any], *, elsewhere: bool = False) -> None:
+    """Who computes what is not written, or writes what is not computed, has forgotten the other half."""
     sampling = _section(document, "sampling")
-    computed, per_row = sampling.get("prompt_logprobs") is not None, sampling.get("per_row") is not None
-    if included and not computed and not per_row:
+    computed, per_row = sampling.get(key) is not None, sampling.get("per_row") is not None
+    if key in included and not computed and not per_row:
         document.fault(
             ("output", "include"),
-            "output.include: prompt_logprobs are not computed; set sampling.prompt_logprobs to a number",
+            f"output.include: {key} are not computed; set sampling.{key} to a number",
         )
-    if computed and not included:
+    if computed and key not in included and not elsewhere:
         document.fault(
-            ("sampling", "prompt_logprobs"),
-            "sampling.prompt_logprobs: they would not be written; add prompt_logprobs to output.include",
+            ("sampling", key),
+            f"sampling.{key}: they would not be written; add {key} to output.include",
         )
-    if computed and sampling.get("turns") is not None:
+
+
+def _check_dialogue(document: Document) -> None:
+    sampling = _section(document, "sampling")
+    if sampling.get("prompt_logprobs") is not None and sampling.get("turns") is not None:
         document.fault(
             ("sampling", "prompt_logprobs"),
             "sampling.prompt_logprobs: the prompts of a dialogue (sampling.turns) are not scored; keep one",
