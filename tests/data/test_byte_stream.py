@@ -118,6 +118,6 @@ def test_files_that_change_while_the_job_runs(tmp_path: Path, suffix: str) -> No
     stream.close()
     os.truncate(path, len(data) // 2)
     stream = open_stream(path, KINDS[suffix], len(data))
-    with pytest.raises(InputError, match=rf"ends at byte {len(data) // 2} but had {len(data)} bytes"):
+    with pytest.raises(InputError, match=rf"ends at byte {len(data) // 2} but had {len(data):,} bytes"):
         list(iter(stream.read_chunk, b""))
     stream.close()

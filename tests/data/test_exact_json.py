@@ -65,7 +65,7 @@ def test_numbers_beyond_range(number: str) -> None:
 
 
 def test_number_message_is_short() -> None:
-    with pytest.raises(RowFailure, match=r"11111111111111111111\.\.\. of 5000 characters"):
+    with pytest.raises(RowFailure, match=r"11111111111111111111\.\.\. of 5,000 characters"):
         decode(f'{{"n": {"1" * 5000}}}')
 
 
