@@ -69,7 +69,8 @@ invariance: $(MODEL) $(HUMANEVAL) ## bits under random schedules: 500 of five ki
 	BATCHGEN_SCHEDULES=500 $(BIN)/python -m pytest tests/models/test_invariance.py -s --timeout 7200
 	BATCHGEN_SCHEDULES=200 $(BIN)/python -m pytest tests/parity/test_real_invariance.py -s --timeout 7200
 
-properties: $(VENV)/.installed ## state machines of the core, a million steps
+properties: $(MODEL) $(HUMANEVAL) ## all tests on new examples, state machines of the core for a million steps
+	BATCHGEN_RANDOM=1 $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 3600
 	BATCHGEN_STEPS=1000000 $(BIN)/python -m pytest tests/core -k machine -s --timeout 7200
 
 fuzz: $(VENV)/.installed ## 100,000 random and damaged files through every reader
