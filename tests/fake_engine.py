@@ -43,6 +43,7 @@ from batchgen.types import (
     Request,
     RowError,
     Sample,
+    SamplingParams,
     Task,
     TokenScores,
     UsageError,
@@ -116,9 +117,11 @@ class Behaviour:
         return cls(**{**values, "faults": tuple(faults)})
 
 
-def answer(seed: int, row: int, prompt: list[int], most: int, tokens: int | None = None) -> list[int]:
-    """Token ids of a row's whole answer."""
-    key = _KEY.pack(seed, row) + array("I", prompt).tobytes()
+def answer(
+    seed: int, row: int, prompt: list[int], most: int, tokens: int | None = None, sample: int = 0
+) -> list[int]:
+    """Token ids of a whole answer: of a row, or of one of its samples."""
+    key = _KEY.pack(seed, row) + array("I", prompt).tobytes() + b"s" * sample
     if tokens is None:
         tokens = 1 + int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") % most
     return array("H", hashlib.shake_128(key).digest(2 * min(tokens, most))).tolist()
@@ -134,17 +137,35 @@ def prompt_ids(text: str) -> list[int]:
     return list(text.encode())
 
 
-class _Live:
-    __slots__ = ("added", "ids", "reported", "request", "started", "wanted")
+class _Sample:
+    __slots__ = ("ids", "reported", "wanted")
 
-    def __init__(self, request: Request, wanted: list[int]) -> None:
-        self.request = request
+    def __init__(self, row: int, wanted: list[int], known: list[int]) -> None:
         self.wanted = wanted
-        self.ids = request.output_token_ids
-        self.reported = len(self.ids)
+        self.ids = known
+        self.reported = len(known)
+        if known != wanted[: len(known)]:
+            raise EngineError(f"row {row} came with partial output that is not its own")
+
+    def advance(self, tokens: int | None) -> int:
+        more = self.wanted[len(self.ids) :][:tokens]
+        self.ids += more
+        return len(more)
+
+    @property
+    def done(self) -> bool:
+        return len(self.ids) == len(self.wanted)
+
+
+class _Live:
+    __slots__ = ("added", "request", "samples", "started")
+
+    def __init__(self, request: Request, wanted: list[list[int]]) -> None:
+        known = [request.output_token_ids, *request.fork_token_ids]
+        known += [[] for _ in wanted[len(known) :]]
+        self.request = request
+        self.samples = [_Sample(request.request_id, *one) for one in zip(wanted, known, strict=False)]
         self.added = self.started = time.monotonic()
-        if self.ids != wanted[: len(self.ids)]:
-            raise EngineError(f"row {request.request_id} came with partial output that is not its own")
 
 
 @dataclass(slots=True)
@@ -187,17 +208,12 @@ class FakeCore:
 
     def add(self, request: Request) -> Output | None:
         sampling = request.sampling
-        wanted = (
-            []
-            if request.task is not Task.GENERATE
-            else answer(
-                sampling.seed,
-                request.request_id,
-                request.prompt_token_ids,
-                sampling.max_tokens,
-                self.behaviour.tokens,
-            )
-        )
+        row, prompt = request.request_id, request.prompt_token_ids
+        samples = range(sampling.n if request.task is Task.GENERATE else 0)
+        wanted = [
+            answer(sampling.seed, row, prompt, sampling.max_tokens, self.behaviour.tokens, sample)
+            for sample in samples
+        ]
         self._waiting.append(_Live(request, wanted))
         return None
 
@@ -220,9 +236,10 @@ class FakeCore:
     def partials(self) -> list[tuple[int, int, int, list[int]]]:
         news = []
         for row, live in self._running.items():
-            if len(live.ids) > live.reported:
-                news.append((row, 0, live.reported, live.ids[live.reported :]))
-                live.reported = len(live.ids)
+            for i, sample in enumerate(live.samples):
+                if len(sample.ids) > sample.reported:
+                    news.append((row, i, sample.reported, sample.ids[sample.reported :]))
+                    sample.reported = len(sample.ids)
         return news
 
     def fail(self, row: int, error: RowError) -> Output:
@@ -255,10 +272,9 @@ class FakeCore:
             return Output(row, prompt_tokens=len(request.prompt_token_ids), error=error)
         if row in stalled:
             return None
-        more = live.wanted[len(live.ids) :][: self.behaviour.tokens_per_step]
-        live.ids += more
-        self.counters.sampled += len(more)
-        if len(live.ids) < len(live.wanted):
+        for sample in live.samples:
+            self.counters.sampled += sample.advance(self.behaviour.tokens_per_step)
+        if not all(sample.done for sample in live.samples):
             return None
         del self._running[row]
         return self._finished(live)
@@ -267,23 +283,11 @@ class FakeCore:
         request = live.request
         if request.task is not Task.GENERATE:
             return self._read(live)
-        full = len(live.ids) == request.sampling.max_tokens
-        text: str = text_of(live.ids)
-        reasoning = None
-        if request.sampling.reasoning is not None:
-            reasoning, _, text = text.partition(" ")
         return Output(
             request.request_id,
-            samples=(
-                Sample(
-                    live.ids,
-                    text,
-                    FinishReason.LENGTH if full else FinishReason.STOP,
-                    reasoning=reasoning,
-                ),
-            ),
+            samples=tuple(_sample(sample.ids, request.sampling) for sample in live.samples),
             prompt_tokens=len(request.prompt_token_ids),
-            completion_tokens=len(live.ids),
+            completion_tokens=sum(len(sample.ids) for sample in live.samples),
             # Something that depends on scheduling, and so must not reach the results.
             cached_tokens=self.counters.sampled % 7,
             queue_seconds=live.started - live.added,
@@ -318,6 +322,15 @@ class FakeCore:
         if fault.do not in _ROW_ERRORS and fault.do != "stall" and _once_more(fault, self.behaviour):
             commit(fault)
         return fault.do
+
+
+def _sample(ids: list[int], sampling: SamplingParams) -> Sample:
+    full = len(ids) == sampling.max_tokens
+    text: str = text_of(ids)
+    reasoning = None
+    if sampling.reasoning is not None:
+        reasoning, _, text = text.partition(" ")
+    return Sample(ids, text, FinishReason.LENGTH if full else FinishReason.STOP, reasoning=reasoning)
 
 
 def _once_more(fault: Fault, behaviour: Behaviour) -> bool:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.api.job import JobResult
 from batchgen.api.spool import stream_line
+from batchgen.job.folder import JobFolder
+from batchgen.job.manifest import require_manifest
 from batchgen.types import InputError
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 def answers(result: JobResult, columns: tuple[str, str]) -> datasets.Dataset:
     """Answer and error of every row, in order, as a data set that lies on disk.
 
+    Of several samples, or turns, the answer is a list.
+
     Args:
         result: of a run that is complete.
         columns: what the two are called.
@@ -28,11 +32,13 @@ def answers(result: JobResult, columns: tuple[str, str]) -> datasets.Dataset:
 
     path = result.folder.parent / "answers.arrow"
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    schema = pa.schema([(name, pa.string()) for name in columns])
+    plan = require_manifest(JobFolder(result.folder)).output_plan
+    text = pa.list_(pa.string()) if plan.get("samples") or plan.get("dialogues") else pa.string()
+    schema = pa.schema([(columns[0], text), (columns[1], pa.string())])
     with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for batch in result.batches(["generated_text", "error"]):
             texts, errors = batch.columns
-            writer.write_batch(pa.record_batch([texts.cast(pa.string()), _sentences(errors)], schema=schema))
+            writer.write_batch(pa.record_batch([texts.cast(text), _sentences(errors)], schema=schema))
     os.replace(temporary, path)
     return datasets.Dataset.from_file(str(path))
 

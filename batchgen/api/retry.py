@@ -104,6 +104,12 @@ def _setup(
 ) -> JobSetup:
     from batchgen.job.retry import Retry
 
+    if base.samples != changed.samples:
+        raise UsageError(
+            f"--set sampling.n: {changed.sampling.n} is not allowed in a retry of a job with "
+            f"n: {base.sampling.n}, as all rows of an output have one answer or all have lists of them; "
+            f"use {'1' if base.samples is None else '2 or more'}"
+        )
     ordinary = setup_of(base, found)
     retried = setup_of(changed, found)
     retry = Retry(where=where, sets=tuple(changes), result=retried.fingerprints.result)

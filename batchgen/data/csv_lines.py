@@ -15,11 +15,12 @@ from typing import Any
 from batchgen.data.exact_json import clean_text, encode
 from batchgen.data.record_lines import shown
 from batchgen.data.row import Row
-from batchgen.data.row_result import RowResult
+from batchgen.data.row_result import RowResult, exploded
 
 _QUOTED = re.compile('[",\r\n]|^ | $|^$')
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+_BEFORE = ("row", "id", "sample")
 _NESTED = {
     "error": ("class", "message"),
     "usage": ("prompt_tokens", "completion_tokens", "truncated_tokens"),
@@ -35,6 +36,7 @@ class CsvLines:
         members: the user's columns that go through, of a row.
         columns: their names, in order.
         rest: name of a column for JSON of the members that are not among `columns`; None if there are none.
+        samples: as of `OutputPlan`.
         safe: guard what a spreadsheet would run.
     """
 
@@ -45,6 +47,7 @@ class CsvLines:
         columns: Sequence[str],
         rest: str | None,
         safe: bool,
+        samples: str | None = None,
     ) -> None:
         self._names = names
         self._members = members
@@ -52,17 +55,18 @@ class CsvLines:
         self._known = frozenset(columns)
         self._rest = rest
         self._safe = safe
+        self._samples = samples
 
     def header(self) -> str:
         """The first line."""
-        before = [name for key, name in self._names.items() if key in ("row", "id")]
-        after = [column for key in self._names if key not in ("row", "id") for column in self._split(key)]
+        before = [name for key, name in self._names.items() if key in _BEFORE]
+        after = [column for key in self._names if key not in _BEFORE for column in self._split(key)]
         rest = [] if self._rest is None else [self._rest]
         return self._line([*before, *self._columns, *rest, *after])
 
     def line(self, row: Row, result: RowResult) -> str:
-        """The line of one row."""
-        before = {"row": row.ordinal, "id": row.id}
+        """The line of one record."""
+        before = {"row": row.ordinal, "id": row.id, "sample": result.sample}
         values = self._members(row)
         cells = [before[key] for key in self._names if key in before]
         cells += [values.get(name) for name in self._columns]
@@ -71,14 +75,15 @@ class CsvLines:
             cells.append(rest or None)
         for key in self._names:
             if key not in before:
-                cells += _own(key, result)
+                cells += _own(key, result, lists=self._samples == "list")
         return self._line(cells)
 
     def lines(self, records: Iterator[tuple[Row, RowResult]]) -> Iterator[str]:
         """The whole file."""
         yield self.header()
         for row, result in records:
-            yield self.line(row, result)
+            each = exploded(result) if self._samples == "explode" else (result,)
+            yield from (self.line(row, one) for one in each)
 
     def _split(self, key: str) -> list[str]:
         name = self._names[key]
@@ -107,7 +112,7 @@ class CsvLines:
         return '"' + text.replace('"', '""') + '"' if _QUOTED.search(text) else text
 
 
-def _own(key: str, result: RowResult) -> list[Any]:
+def _own(key: str, result: RowResult, *, lists: bool) -> list[Any]:
     if key == "error":
         error = result.error
         return [None, None] if error is None else [error.error_class.value, error.message]
@@ -115,4 +120,4 @@ def _own(key: str, result: RowResult) -> list[Any]:
         return [None, None, None] if result.usage is None else list(result.usage)
     if hasattr(result, key):
         return [getattr(result, key)]
-    return [shown(key, (result.included or {}).get(key))]
+    return [shown(key, (result.included or {}).get(key), lists=lists)]

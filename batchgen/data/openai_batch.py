@@ -30,6 +30,7 @@ _SAMPLING = {
     "max_completion_tokens": "max_tokens",
     "max_output_tokens": "max_tokens",
     "min_tokens": "min_tokens",
+    "n": "n",
     "stop": "stop",
     "stop_token_ids": "stop_token_ids",
     "seed": "seed",
@@ -57,7 +58,6 @@ _WITHOUT_EFFECT = frozenset(
 # What each of these means when it asks for nothing.
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "tools": ([],),

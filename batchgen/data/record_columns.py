@@ -12,9 +12,9 @@ from batchgen.data.exact_json import clean_text
 from batchgen.data.packed_logprobs import PackedLogprobs
 from batchgen.data.passthrough import ColumnPassthrough
 from batchgen.data.row import Row
-from batchgen.data.row_result import RowResult
+from batchgen.data.row_result import OF_SAMPLES, RowResult, exploded
 from batchgen.data.task_columns import ALL_TASK_COLUMNS, named_logprobs, unpack_vector
-from batchgen.types import RowError
+from batchgen.types import RowError, Status
 
 if TYPE_CHECKING:
     from batchgen.data.results import OutputPlan
@@ -35,7 +35,7 @@ LOGPROBS_TYPE = pa.list_(
         ]
     )
 )
-BEFORE = {"row": pa.int64(), "id": pa.string()}
+BEFORE = {"row": pa.int64(), "id": pa.string(), "sample": pa.int32()}
 PROMPT_LOGPROBS = pa.list_(
     pa.struct(
         [
@@ -73,6 +73,12 @@ AFTER = {
 }
 OF_DIALOGUES = {"generated_text": pa.list_(pa.string()), "reasoning": pa.list_(pa.string())}
 """Types of columns that hold something for each turn."""
+LISTS_OF_SAMPLES = {
+    key: pa.list_(AFTER[key])
+    for key in AFTER
+    if key in ("generated_text", "finish_reason", "stop_reason") or key in OF_SAMPLES
+}
+"""Types of columns that hold a list with something for each sample."""
 
 
 def result_arrays(
@@ -81,8 +87,11 @@ def result_arrays(
     """Columns of a Parquet row group, in the order of `OutputPlan.schema`; at least one row."""
     of_turns = {"generated_text": _answers, "reasoning": _included_answers}
     ours = {**_OURS, **of_turns} if plan.dialogues else dict(_OURS)
-    values = zip(*results, strict=True)
-    fields: dict[str, Sequence[Any]] = dict(zip(RowResult._fields, values, strict=True))
+    if plan.samples == "explode":
+        rows, results = _one_sample_each(rows, results)
+    elif plan.samples == "list":
+        ours |= dict.fromkeys(LISTS_OF_SAMPLES, _ListsOfSamples(results))
+    fields = _fields(results)
     ours |= {"embedding": _vectors(plan.embedding_size)}
     fields["row"], fields["id"] = [row.ordinal for row in rows], [row.id for row in rows]
     return [
@@ -90,6 +99,33 @@ def result_arrays(
         *cast(ColumnPassthrough, plan.passthrough).arrays(rows),
         *(ours[key](key, fields) for key in AFTER if key in plan.names),
     ]
+
+
+def _fields(results: Sequence[RowResult]) -> dict[str, Sequence[Any]]:
+    """Columns of results, which may be none."""
+    values = zip(*results, strict=True) if results else ((),) * len(RowResult._fields)
+    return dict(zip(RowResult._fields, values, strict=True))
+
+
+def _one_sample_each(rows: Sequence[Row], results: Sequence[RowResult]) -> tuple[list[Row], list[RowResult]]:
+    """Every row as often as it has records in an output of one sample a record, and those records."""
+    records = [(row, one) for row, result in zip(rows, results, strict=True) for one in exploded(result)]
+    return [row for row, _ in records], [one for _, one in records]
+
+
+class _ListsOfSamples:
+    """What makes columns with a list for each row, of what the column of one sample a record would hold."""
+
+    def __init__(self, results: Sequence[RowResult]) -> None:
+        samples = [exploded(result) if result.status == Status.OK else None for result in results]
+        self._offsets = _offsets([len(one or ()) for one in samples])
+        self._missing = pa.array([one is None for one in samples], pa.bool_())
+        self._fields = _fields([record for one in samples for record in one or ()])
+
+    def __call__(self, key: str, _: dict[str, Sequence[Any]]) -> pa.Array:
+        flat = _OURS[key](key, self._fields)
+        type_ = LISTS_OF_SAMPLES[key]
+        return pa.ListArray.from_arrays(self._offsets, flat, type=type_, mask=self._missing)
 
 
 def texts(values: Sequence[str | None]) -> pa.Array:
@@ -234,13 +270,14 @@ def _prompt_logprobs(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
     return pa.array([named_logprobs(value) for value in _included(key, fields)], AFTER[key])
 
 
-def _ordinals(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+def _integers(key: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
     return pa.array(fields[key], BEFORE[key])
 
 
 _OURS: dict[str, Callable[[str, dict[str, Sequence[Any]]], pa.Array]] = {
-    "row": _ordinals,
+    "row": _integers,
     "id": _text,
+    "sample": _integers,
     "generated_text": _text,
     "finish_reason": _text,
     "stop_reason": _text,

@@ -13,7 +13,7 @@ from batchgen.data.openai_logprobs import chat_logprobs, completion_logprobs
 from batchgen.data.packed_logprobs import PackedLogprobs
 from batchgen.data.passthrough import MemberPassthrough
 from batchgen.data.row import Row
-from batchgen.data.row_result import INCLUDED, TOKEN_IDS, RowResult, unpack_ids
+from batchgen.data.row_result import INCLUDED, OF_SAMPLES, TOKEN_IDS, RowResult, exploded, unpack_ids
 from batchgen.data.task_columns import ALL_TASK_COLUMNS, named_logprobs, unpack_vector
 from batchgen.types import RowError, Status
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from batchgen.data.results import BatchLabels, OutputPlan
 
 Liner = Callable[[Row, RowResult], str]
-"""From a row and its result to one line, without its newline."""
+"""From a row and its result to one line, or one for each sample, without the last newline."""
 
 
 def liner(plan: OutputPlan) -> Liner:
@@ -31,8 +31,15 @@ def liner(plan: OutputPlan) -> Liner:
             raise ValueError("openai_batch needs the labels of its job")
         return BatchLine(plan.batch)
     passthrough = cast(MemberPassthrough, plan.passthrough)
-    ours = OurLine(plan.names)
-    return lambda row, result: ours(row.ordinal, row.id, passthrough.members(row), result)
+    ours = OurLine(plan.names, lists=plan.samples == "list")
+    if plan.samples != "explode":
+        return lambda row, result: ours(row.ordinal, row.id, passthrough.members(row), result)
+
+    def lines(row: Row, result: RowResult) -> str:
+        members = passthrough.members(row)
+        return "\n".join(ours(row.ordinal, row.id, members, one) for one in exploded(result))
+
+    return lines
 
 
 class OurLine:
@@ -40,19 +47,23 @@ class OurLine:
 
     Args:
         names: our columns to their names in the output; only those that are written.
+        lists: whether rows have lists of samples.
     """
 
-    def __init__(self, names: Mapping[str, str]) -> None:
+    def __init__(self, names: Mapping[str, str], *, lists: bool = False) -> None:
+        self._lists = lists
         self._names = {key: f", {draft(name)}: " for key, name in names.items()}
         self._includes = [key for key in INCLUDED if key in names]
         self._task = [key for key in ALL_TASK_COLUMNS if key in names]
-        self._reasons: dict[tuple[str | None, str | None, str], str] = {}
+        self._reasons: dict[tuple[Any, Any, str], str] = {}
 
     def __call__(self, row: int, row_id: str, members: Mapping[str, Any], result: RowResult) -> str:
         names = self._names
         text = f"{names['row']}{row}" if "row" in names else ""
         if "id" in names:
             text += f"{names['id']}{draft(row_id)}"
+        if "sample" in names:
+            text += f"{names['sample']}{draft(result.sample)}"
         if members:
             text += f", {draft(dict(members))[1:-1]}"
         if self._task:
@@ -64,18 +75,20 @@ class OurLine:
         return one_line(f"{{{text[2:]}}}")
 
     def _reason(self, result: RowResult) -> str:
-        """Few combinations occur, so each is put together once."""
+        """Few combinations occur, so each is put together once; lists of those of samples are many."""
         key = result.finish_reason, result.stop_reason, result.status
+        if self._lists:
+            return self._members(*key)
         known = self._reasons.get(key)
         if known is None:
             if len(self._reasons) > 1000:
                 self._reasons.clear()
-            named = zip(("finish_reason", "stop_reason", "status"), key, strict=True)
-            known = "".join(
-                f"{self._names[name]}{draft(value)}" for name, value in named if name in self._names
-            )
-            self._reasons[key] = known
+            known = self._reasons[key] = self._members(*key)
         return known
+
+    def _members(self, *values: Any) -> str:
+        named = zip(("finish_reason", "stop_reason", "status"), values, strict=True)
+        return "".join(f"{self._names[name]}{draft(value)}" for name, value in named if name in self._names)
 
     def _rest(self, result: RowResult) -> str:
         names, error = self._names, result.error
@@ -87,13 +100,18 @@ class OurLine:
         return text + self._values(self._includes, result.included or {}) if self._includes else text
 
     def _values(self, keys: Sequence[str], included: Mapping[str, Any]) -> str:
-        return "".join(f"{self._names[key]}{draft(shown(key, included.get(key)))}" for key in keys)
+        lists = self._lists
+        return "".join(
+            f"{self._names[key]}{draft(shown(key, included.get(key), lists=lists))}" for key in keys
+        )
 
 
-def shown(key: str, value: Any) -> Any:
-    """A reported value as the output has it."""
+def shown(key: str, value: Any, *, lists: bool = False) -> Any:
+    """A reported value as the output has it; with `lists`, what each sample has is one."""
     if value is None:
         return None
+    if lists and key in OF_SAMPLES:
+        return [shown(key, one) for one in value]
     if key in TOKEN_IDS:
         return unpack_ids(value)
     if key == "embedding":
@@ -138,7 +156,10 @@ class BatchLine:
         head = f'{{"id": "batch_req_{self._job}_{row}", "custom_id": {encode(row_id)}'
         if result.status != "ok":
             return f'{head}, "response": null, "error": {_failure(result)}}}'
-        body = self._body % (row, self._choice(result), _openai_usage(result.usage or (0, 0, 0)))
+        # A row with one answer has its only choice in it, one with several those of its samples.
+        samples = [result] if isinstance(result.generated_text, str) else exploded(result)
+        choices = ", ".join(self._choice(sample) for sample in samples)
+        body = self._body % (row, choices, _openai_usage(result.usage or (0, 0, 0)))
         response = f'{{"status_code": 200, "request_id": "req_{self._job}_{row}", "body": {body}}}'
         return f'{head}, "response": {response}, "error": null}}'
 
@@ -158,7 +179,7 @@ class BatchLine:
         if packed is not None:
             unpacked = PackedLogprobs.unpack(packed)
             logprobs = encode(chat_logprobs(unpacked) if self._chat else completion_logprobs(unpacked))
-        return f'{{"index": 0, {content}, "logprobs": {logprobs}, {reasons}}}'
+        return f'{{"index": {result.sample or 0}, {content}, "logprobs": {logprobs}, {reasons}}}'
 
 
 def _failure(result: RowResult) -> str:

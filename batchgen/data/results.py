@@ -25,7 +25,7 @@ from batchgen.data.passthrough import (
     declared_kinds,
     passthrough_from_json,
 )
-from batchgen.data.record_columns import AFTER, BEFORE, OF_DIALOGUES, vector_type
+from batchgen.data.record_columns import AFTER, BEFORE, LISTS_OF_SAMPLES, OF_DIALOGUES, vector_type
 from batchgen.data.row_result import INCLUDED, RowResult
 from batchgen.data.source import WINDOW_ROWS, InputSet
 from batchgen.data.task_columns import ALL_TASK_COLUMNS, ANSWER, TASK_COLUMNS
@@ -65,6 +65,7 @@ class OutputPlan:
         batch: for openai_batch.
         dialogues: whether a row has several answers, so that `generated_text` is a list.
         embedding_size: of each vector; None where it is not known, or there are none.
+        samples: how a row's samples are held, `list` or `explode`; None where each row has one.
     """
 
     format: str
@@ -73,11 +74,12 @@ class OutputPlan:
     batch: BatchLabels | None = None
     dialogues: bool = False
     embedding_size: int | None = None
+    samples: str | None = None
 
     def schema(self) -> pa.Schema:
         """Of a Parquet part: row, id, the user's columns, the rest of ours."""
-        of_turns = OF_DIALOGUES if self.dialogues else {}
-        ours = {**AFTER, "embedding": vector_type(self.embedding_size), **of_turns}
+        of_several = OF_DIALOGUES if self.dialogues else LISTS_OF_SAMPLES if self.samples == "list" else {}
+        ours = {**AFTER, "embedding": vector_type(self.embedding_size), **of_several}
         before = [pa.field(self.names[key], type_) for key, type_ in BEFORE.items() if key in self.names]
         after = [pa.field(self.names[key], type_) for key, type_ in ours.items() if key in self.names]
         passthrough = cast(ColumnPassthrough, self.passthrough)
@@ -92,6 +94,7 @@ class OutputPlan:
             "batch": None if self.batch is None else asdict(self.batch),
             "dialogues": self.dialogues,
             "embedding_size": self.embedding_size,
+            "samples": self.samples,
         }
 
     @classmethod
@@ -107,6 +110,7 @@ class OutputPlan:
             labels,
             data.get("dialogues", False),
             data.get("embedding_size"),
+            data.get("samples"),
         )
 
     def notes(self) -> list[str]:
@@ -134,6 +138,7 @@ def plan_output(
     include: Sequence[str] = DEFAULT_INCLUDE,
     batch: BatchLabels | None = None,
     dialogues: bool = False,
+    samples: str | None = None,
     reasoning: str | None = None,
     task: Task = Task.GENERATE,
     embedding_size: int | None = None,
@@ -148,6 +153,7 @@ def plan_output(
         include: `output.include`, of `INCLUDABLE`; without `finish_reason` there is no `stop_reason` either.
         batch: for openai_batch; None where nothing will be written.
         dialogues: whether rows have several answers (`sampling.turns`).
+        samples: `output.samples`, where rows have several; else None.
         reasoning: the name of the column for what is split off answers (`sampling.reasoning.column`).
         task: decides in which columns results are given.
         embedding_size: numbers in each vector of `embed`, where it is known.
@@ -159,11 +165,13 @@ def plan_output(
     if format not in _FORMATS:
         raise ValueError(f"{format!r} is not a format; there are {', '.join(_FORMATS)}")
     if format == "openai_batch":
-        return _plan_batch(columns, renames, include, batch, reasoning)
-    names = _our_names(renames or {}, include, reasoning, task)
+        return _plan_batch(columns, renames, include, batch, samples, reasoning)
+    names = _our_names(renames or {}, include, samples, reasoning, task)
     going = _going_through(inputs, columns, names)
     passthrough = _passthrough(inputs, format, columns, names, going)
-    return OutputPlan(format, names, passthrough, dialogues=dialogues, embedding_size=embedding_size)
+    return OutputPlan(
+        format, names, passthrough, dialogues=dialogues, embedding_size=embedding_size, samples=samples
+    )
 
 
 def _plan_batch(
@@ -171,6 +179,7 @@ def _plan_batch(
     renames: Mapping[str, str] | None,
     include: Sequence[str],
     batch: BatchLabels | None,
+    samples: str | None,
     reasoning: str | None,
 ) -> OutputPlan:
     """A format of its own: no columns of the user's, and none of ours can be left out or renamed."""
@@ -185,14 +194,19 @@ def _plan_batch(
                 f"{key}: output.format: openai_batch has its own members and no place for others; "
                 f"remove {key}, or use the format jsonl"
             )
-    names = {key: key for key in (*BEFORE, *AFTER) if key not in (*INCLUDED, *ALL_TASK_COLUMNS)}
+    others = ("sample", *INCLUDED, *ALL_TASK_COLUMNS)
+    names = {key: key for key in (*BEFORE, *AFTER) if key not in others}
     if reasoning is not None:
         names["reasoning"] = reasoning
-    return OutputPlan("openai_batch", names, NoPassthrough(), batch)
+    return OutputPlan("openai_batch", names, NoPassthrough(), batch, samples=samples)
 
 
 def _our_names(
-    renames: Mapping[str, str], include: Sequence[str], reasoning: str | None, task: Task
+    renames: Mapping[str, str],
+    include: Sequence[str],
+    samples: str | None,
+    reasoning: str | None,
+    task: Task,
 ) -> dict[str, str]:
     left_out = {key for key in (*INCLUDABLE, "reasoning") if key not in include}
     left_out |= set(ALL_TASK_COLUMNS) - set(TASK_COLUMNS[task])
@@ -200,10 +214,17 @@ def _our_names(
         left_out |= set(ANSWER)
     if "finish_reason" in left_out:
         left_out.add("stop_reason")
+    if samples != "explode":
+        left_out.add("sample")
     names = {key: renames.get(key, key) for key in (*BEFORE, *AFTER) if key not in left_out}
     for key in renames:
         if key not in names:
             column = "finish_reason" if key == "stop_reason" else key
+            if key == "sample":
+                raise UsageError(
+                    "output.columns: 'sample' is written only of several samples with output.samples: "
+                    "explode; leave it alone"
+                )
             if key in ALL_TASK_COLUMNS or (key in ANSWER and task is not Task.GENERATE):
                 raise UsageError(
                     f"output.columns: {key!r} is no column of task: {task}; remove it, or rename one of "

@@ -179,7 +179,7 @@ def _write_parquet(file: Any, groups: _Groups, plan: OutputPlan, compression: st
     try:
         for rows, results in groups:
             table = pa.Table.from_arrays(result_arrays(plan, rows, results), schema=schema)
-            writer.write_table(table, row_group_size=len(rows))
+            writer.write_table(table, row_group_size=len(table))
     except BaseException:
         # Closing writes the footer, which fails too when writing does; the first error is the one to tell.
         with contextlib.suppress(StorageError, pa.ArrowException):
@@ -190,7 +190,7 @@ def _write_parquet(file: Any, groups: _Groups, plan: OutputPlan, compression: st
 
 def _repeating(plan: OutputPlan, schema: pa.Schema) -> list[str]:
     """Columns in which values may occur many times; a dictionary of texts that differ only takes space."""
-    unique = {plan.names.get(key) for key in ("row", "id", "generated_text", "prompt")}
+    unique = {plan.names.get(key) for key in ("row", "id", "sample", "generated_text", "prompt")}
     return [field.name for field in schema if field.name not in unique and not pa.types.is_nested(field.type)]
 
 

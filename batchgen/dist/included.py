@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from batchgen.data.packed_logprobs import PackedLogprobs
@@ -10,7 +10,7 @@ from batchgen.data.row_result import pack_ids
 from batchgen.data.task_columns import pack_prompt_logprobs, task_values
 from batchgen.text.prompt import PreparedRow
 from batchgen.text.task_request import count_bytes, count_words
-from batchgen.types import Output, Task
+from batchgen.types import Output, Sample, Task
 
 
 class Included:
@@ -20,14 +20,21 @@ class Included:
         asked: those of `batchgen.data.row_result.INCLUDED` that the job wants.
         text_of: from a token id to the bytes that it stands for.
         task: of the job; what it gives is reported beside them.
+        lists: whether what each sample has is a list, of one sample too.
     """
 
     def __init__(
-        self, asked: Collection[str], text_of: Callable[[int], bytes], task: Task = Task.GENERATE
+        self,
+        asked: Collection[str],
+        text_of: Callable[[int], bytes],
+        task: Task = Task.GENERATE,
+        *,
+        lists: bool = False,
     ) -> None:
         self._asked = asked
         self._text_of = text_of
         self._task = task
+        self._lists = lists
         self._keeps = not {"prompt", "prompt_token_ids", "seed"}.isdisjoint(asked)
         self._sizes: dict[int, tuple[int, int]] = {}
         self._rows: dict[int, tuple[PreparedRow, int]] = {}
@@ -54,23 +61,27 @@ class Included:
             found = {"prompt": row.text, "prompt_token_ids": pack_ids(row.token_ids)}
         if output.ok:
             found |= {
-                "output_token_ids": pack_ids(output.token_ids),
+                "output_token_ids": self._each(output.samples, lambda sample: pack_ids(sample.token_ids)),
                 "seed": seed,
-                "logprobs": self._logprobs(output) if "logprobs" in self._asked else None,
+                "logprobs": self._each(output.samples, self._logprobs),
                 "prompt_logprobs": pack_prompt_logprobs(output),
-                "reasoning": _reasoning(output),
+                "reasoning": self._reasoning(output),
             }
         asked = {key: value for key, value in found.items() if key in self._asked and value is not None}
         return asked | values
 
-    def _logprobs(self, output: Output) -> list[Any] | None:
-        sample = output.samples[0] if output.samples else None
-        if sample is None or sample.scores is None:
+    def _logprobs(self, sample: Sample) -> list[Any] | None:
+        if sample.scores is None or "logprobs" not in self._asked:
             return None
         return PackedLogprobs.of(sample.token_ids, sample.scores, self._text_of).pack()
 
+    def _reasoning(self, output: Output) -> Any:
+        if output.turns:
+            return [sample.reasoning for sample in output.turns]
+        return self._each(output.samples, lambda sample: sample.reasoning)
 
-def _reasoning(output: Output) -> str | list[str | None] | None:
-    if output.turns:
-        return [sample.reasoning for sample in output.turns]
-    return output.samples[0].reasoning if output.samples else None
+    def _each(self, samples: Sequence[Sample], value: Callable[[Sample], Any]) -> Any:
+        """Of the only sample, or a list of those of all; None where there is none."""
+        if self._lists:
+            return [value(sample) for sample in samples]
+        return value(samples[0]) if samples else None

@@ -130,8 +130,12 @@ class WorkerLoop:
         self._last_progress = 0.0
         tokenizer = self._engine.renderer.tokenizer
         self._included = Included(
-            config.get("include", ()), tokenizer.token_bytes, self._engine.requests.task
+            config.get("include", ()),
+            tokenizer.token_bytes,
+            self._engine.requests.task,
+            lists=config.get("samples", False),
         )
+        self._lists: bool = config.get("samples", False)
         self._intake = Intake(
             channel,
             self._engine.renderer,
@@ -262,8 +266,19 @@ class WorkerLoop:
             self._forget(outputs)
             batch = ResultBatch()
             for output in outputs:
-                batch.add(output.request_id, _result(output, self._included.of(output)), _stats(output))
+                batch.add(output.request_id, self._result(output), _stats(output))
             self._channel.send(batch.message())
+
+    def _result(self, output: Output) -> dict[str, Any]:
+        """What goes to the journal: a function of the row, never of scheduling."""
+        error, included = output.error, self._included.of(output)
+        result = {
+            "status": (Status.OK if error is None else error.status).value,
+            **_answer(output, lists=self._lists),
+            "error": None if error is None else [error.error_class.value, error.message],
+            "usage": [output.prompt_tokens, output.completion_tokens, output.truncated_tokens],
+        }
+        return result if included is None else {**result, "included": included}
 
     def _send_partials(self, checkpoint: int | None) -> None:
         dialogues = self._intake.dialogues
@@ -298,25 +313,20 @@ class WorkerLoop:
         )
 
 
-def _result(output: Output, included: dict[str, Any] | None) -> dict[str, Any]:
-    """What goes to the journal: a function of the row, never of scheduling."""
-    error: RowError | None = output.error
-    result = {
-        "status": (Status.OK if error is None else error.status).value,
-        "text": _text(output),
-        "finish_reason": output.finish_reason.value if output.finish_reason else None,
-        "stop_reason": None if output.stop_reason is None else str(output.stop_reason),
-        "error": None if error is None else [error.error_class.value, error.message],
-        "usage": [output.prompt_tokens, output.completion_tokens, output.truncated_tokens],
-    }
-    return result if included is None else {**result, "included": included}
+def _answer(output: Output, *, lists: bool) -> dict[str, Any]:
+    """Text and reasons of a row: of a dialogue its texts, of several samples lists of all.
 
-
-def _text(output: Output) -> str | list[str] | None:
-    """The answer; None where there is an error, or a task that gives none."""
+    None where there is an error, or a task that gives no answer.
+    """
     if output.error is not None or not output.samples:
-        return None
-    return [sample.text for sample in output.turns] if output.turns else output.text
+        return {"text": None, "finish_reason": None, "stop_reason": None}
+    texts = [sample.text for sample in output.turns or output.samples]
+    finish = [sample.finish_reason and sample.finish_reason.value for sample in output.samples]
+    stop = [None if s.stop_reason is None else str(s.stop_reason) for s in output.samples]
+    if lists:
+        return {"text": texts, "finish_reason": finish, "stop_reason": stop}
+    text = texts if output.turns else texts[0]
+    return {"text": text, "finish_reason": finish[0], "stop_reason": stop[0]}
 
 
 def _stats(output: Output) -> dict[str, int]:

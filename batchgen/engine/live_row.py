@@ -189,7 +189,7 @@ def _also_of(request: Request, known: list[int]) -> Scoring:
 
 
 def _others(request: Request, ids: Iterator[int]) -> Iterator[Request]:
-    for i in range(1, request.sampling.n):
+    for i in range(1, request.sampling.n if request.generates else 1):
         known = request.fork_token_ids[i - 1 : i]
         yield replace(
             request,

@@ -8,7 +8,7 @@ meets any of them is meant.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from batchgen.job.part_reader import PartRow
@@ -82,9 +82,9 @@ def _term(text: str, term: str) -> tuple[Callable[[PartRow], bool], str]:
     if not equals and name in set(ErrorClass):
         return lambda row: row.result.error is not None and row.result.error.error_class == name, "error"
     if name in _CLOSED and value in set(_CLOSED[name]):
-        return lambda row: getattr(row.result, name) == value, name
+        return lambda row: _is(getattr(row.result, name), value), name
     if name == "stop_reason" and value:
-        return lambda row: row.result.stop_reason == value, name
+        return lambda row: _is(row.result.stop_reason, value), name
     if name == "id" and value:
         return lambda row: row.id == value, name
     if name == "row":
@@ -93,6 +93,11 @@ def _term(text: str, term: str) -> tuple[Callable[[PartRow], bool], str]:
     near = difflib.get_close_matches(term, [*ErrorClass, EVERY_ERROR, *_CLOSED, "stop_reason"], n=1)
     hint = f"did you mean {near[0]}? Or " if near else ""
     raise UsageError(f"--where {text}: {term!r} is no condition; {hint}use {_KNOWN}")
+
+
+def _is(found: str | Sequence[str | None] | None, value: str) -> bool:
+    """Whether a reason is this one; of several samples that of any."""
+    return found == value if isinstance(found, str | None) else value in found
 
 
 def _range(text: str, value: str) -> tuple[int, int]:

@@ -94,11 +94,17 @@ class Exporter:
         if self._options.format != "csv":
             return write_records(file, records, self._plan, compression=compression)
         rows = 0
-        with compressed(file, compression) as out:
-            for line in self._csv().lines(records):
-                out.write(line.encode())
+
+        def counted() -> Iterator[Record]:
+            nonlocal rows
+            for record in records:
                 rows += 1
-        return rows - 1
+                yield record
+
+        with compressed(file, compression) as out:
+            for line in self._csv().lines(counted()):
+                out.write(line.encode())
+        return rows
 
     def _records(self, parts: Sequence[int]) -> Iterator[Record]:
         return chain.from_iterable(map(self._source.records, parts))
@@ -135,7 +141,8 @@ class Exporter:
                     "--format: openai_batch holds answers, and the task of this job gives none; use parquet, "
                     "jsonl or csv"
                 )
-            return OutputPlan(format, _standard(names), NoPassthrough(), self._labels())
+            samples = plan.get("samples") and "list"
+            return OutputPlan(format, _standard(names), NoPassthrough(), self._labels(), samples=samples)
         for column in columns or ():
             self._require(column, [*names.values(), *self._names_seen])
         if columns is not None:
@@ -143,7 +150,14 @@ class Exporter:
         dialogues = plan.get("dialogues", False)
         size = plan.get("embedding_size")
         passthrough = self._passthrough(columns)
-        return OutputPlan(format, names, passthrough, dialogues=dialogues, embedding_size=size)
+        return OutputPlan(
+            format,
+            names,
+            passthrough,
+            dialogues=dialogues,
+            embedding_size=size,
+            samples=plan.get("samples"),
+        )
 
     def _passthrough(self, columns: Sequence[str] | None) -> Passthrough:
         going = [name for name in self._names_seen if columns is None or name in columns]
@@ -162,7 +176,8 @@ class Exporter:
         if self._schema is None and columns is None and self._source.plan["format"] == "jsonl":
             rest = _free("extra", {*going, *self._plan.names.values()})
         members = self._plan.passthrough.members  # type: ignore[union-attr]
-        return CsvLines(self._plan.names, members, going, rest, self._options.csv_safe)
+        plan = self._plan
+        return CsvLines(plan.names, members, going, rest, self._options.csv_safe, plan.samples)
 
     def _require(self, column: str, known: Sequence[str]) -> None:
         if column not in known:
@@ -180,7 +195,7 @@ class Exporter:
 
 
 def _standard(names: Mapping[str, str]) -> dict[str, str]:
-    return {key: key for key in names if key not in INCLUDED}
+    return {key: key for key in names if key not in (*INCLUDED, "sample")}
 
 
 def _free(wanted: str, taken: set[str]) -> str:

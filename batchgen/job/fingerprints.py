@@ -89,8 +89,11 @@ def fingerprint(spec: JobSpec, files: ModelFiles, input_files: Mapping[str, Any]
             "sampling": job["sampling"],
             "embedding": job["embedding"] if spec.task == Task.EMBED else None,
             "output": {
-                key: job["output"][key]
-                for key in ("format", "compression", "columns", "include", "part_rows")
+                **{
+                    key: job["output"][key]
+                    for key in ("format", "compression", "columns", "include", "part_rows")
+                },
+                "samples": spec.samples,
             },
         },
         engine={"format": FORMAT, "engine": engine},

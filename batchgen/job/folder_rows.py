@@ -136,5 +136,4 @@ class FolderRows:
         schema = plan.schema()
         for row, result in records:
             table = pa.Table.from_arrays(result_arrays(plan, [row], [result]), schema=schema)
-            for batch in table.combine_chunks().to_batches():
-                yield from records_of(batch, plan.names)
+            yield from records_of(table.combine_chunks().to_batches(), plan.names, plan.samples)

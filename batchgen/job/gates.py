@@ -67,11 +67,15 @@ class Gate:
         """Why a job does not pass; None if it does. A job without rows passes."""
         rows = summary.rows
         count = _count(summary, self.measure)
-        value = 100 * count / rows if self.percent and rows else count
+        whole, noun = rows, "row"
+        if self.measure.startswith("finish_reason") and summary.answers > summary.status[Status.OK]:
+            # Where rows have several samples, each has its reason, and a row that failed counts once.
+            whole, noun = rows - summary.status[Status.OK] + summary.answers, "answer"
+        value = 100 * count / whole if self.percent and rows else count
         if not rows or _OPERATORS[self.comparison](value, self.limit):
             return None
         share = f" ({value:.4g}%)" if self.percent else ""
-        found = f"{self.measure} is {count:,} of {counted(rows, 'row')}{share}"
+        found = f"{self.measure} is {count:,} of {counted(whole, noun)}{share}"
         return f"{found} and run.gates asks for {self.condition}"
 
 

@@ -297,6 +297,8 @@ def _check_across(document: Document, sections: dict[str, Section | None], task:
             f"sampling.min_tokens: {sampling.min_tokens} is more than sampling.max_tokens "
             f"({sampling.max_tokens}); lower it or raise max_tokens",
         )
+    if isinstance(sampling, SamplingSection) and sampling.n > 1:
+        _check_samples(document, sampling)
     if isinstance(prompt, PromptSection) and isinstance(sampling, SamplingSection):
         _check_prompt(document, prompt, sampling, task)
     output, given = sections["output"], sections["input"]
@@ -311,11 +313,32 @@ def _check_across(document: Document, sections: dict[str, Section | None], task:
             document.fault(("input", "where"), str(error))
 
 
+def _check_samples(document: Document, sampling: SamplingSection) -> None:
+    if not sampling.temperature:
+        document.fault(
+            ("sampling", "n"),
+            f"sampling.n: {sampling.n} samples of a row are all the same with sampling.temperature: "
+            f"{'null' if sampling.temperature is None else '0'}; set a temperature above 0, or n: 1",
+        )
+    if sampling.turns is not None:
+        document.fault(
+            ("sampling", "n"),
+            f"sampling.n: {sampling.n} is not allowed with sampling.turns, where each turn goes on from one "
+            "answer; use n: 1",
+        )
+
+
 def _check_output(document: Document, output: OutputSpec, *, dialogues: bool) -> None:
     if output.format == "openai_batch" and dialogues:
         document.fault(
             ("sampling", "turns"),
             "sampling.turns: a line of the format openai_batch holds one answer; use parquet or jsonl",
+        )
+    if output.format == "openai_batch" and output.samples == "explode":
+        document.fault(
+            ("output", "samples"),
+            "output.samples: explode is for parquet and jsonl; a line of the format openai_batch holds all "
+            "choices of a row, so use list",
         )
     if output.push_to_hub is not None and "://" in output.path:
         document.fault(

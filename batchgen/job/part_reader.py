@@ -7,14 +7,16 @@ import gzip
 import io
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain, groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from batchgen.data.openai_logprobs import read_logprobs
 from batchgen.data.packed_logprobs import PackedLogprobs
 from batchgen.data.row import Position, Row
-from batchgen.data.row_result import INCLUDED, TOKEN_IDS, RowResult, pack_ids
+from batchgen.data.row_result import INCLUDED, OF_SAMPLES, TOKEN_IDS, RowResult, imploded, pack_ids
 from batchgen.data.task_columns import ALL_TASK_COLUMNS, pack_vector, plain_logprobs
 from batchgen.job.files import OS_FILES, open_existing, storage
 from batchgen.types import ErrorClass, RowError, Status
@@ -47,13 +49,16 @@ def read_part(path: Path, plan: Mapping[str, Any], only: Collection[str] | None 
         StorageError: the file cannot be read.
         ValueError: its content is not what a part holds; `verify` reports it.
     """
-    names = {key: name for key, name in plan["names"].items() if only is None or key in only}
+    samples = plan.get("samples")
+    wanted = None if only is None else {*only, "row", "sample"}
+    names = {key: name for key, name in plan["names"].items() if wanted is None or key in wanted}
     with storage(path, action="read"):
         if plan["format"] == "openai_batch":
-            yield from map(_batch_row, json_rows(path))
+            yield from (_batch_row(line, lists=samples is not None) for line in json_rows(path))
         else:
-            rows = _parquet_rows(path, names) if path.suffix == ".parquet" else json_rows(path)
-            yield from (_part_row(values, names) for values in rows)
+            values = _parquet_rows(path, names) if path.suffix == ".parquet" else json_rows(path)
+            rows = (_part_row(value, names, lists=samples == "list") for value in values)
+            yield from _whole_rows(rows) if samples == "explode" else rows
 
 
 def read_records(path: Path, plan: Mapping[str, Any]) -> Iterator[Record]:
@@ -63,32 +68,64 @@ def read_records(path: Path, plan: Mapping[str, Any]) -> Iterator[Record]:
         StorageError: the file cannot be read.
         ValueError: its content is not what a part holds.
     """
-    names = plan["names"]
     with storage(path, action="read"):
         if plan["format"] == "parquet":
-            for batch in _parquet_batches(path, None):
-                yield from records_of(batch, names)
+            yield from records_of(_parquet_batches(path, None), plan["names"], plan.get("samples"))
         elif plan["format"] == "openai_batch":
             for line in json_rows(path):
-                found = _batch_row(line)
+                found = _batch_row(line, lists=plan.get("samples") is not None)
                 yield _row(found, {}), found.result
         else:
-            ours = set(names.values())
-            for line in json_rows(path):
-                found = _part_row(line, names)
-                rest = {name: value for name, value in line.items() if name not in ours}
-                yield _row(found, rest), found.result
+            records = _line_records(path, plan["names"], lists=plan.get("samples") == "list")
+            yield from _whole_records(records) if plan.get("samples") == "explode" else records
 
 
-def records_of(batch: pa.RecordBatch, names: Mapping[str, str]) -> Iterator[Record]:
-    """The records of a batch of a Parquet part."""
+def _line_records(path: Path, names: Mapping[str, str], *, lists: bool) -> Iterator[Record]:
+    ours = set(names.values())
+    for line in json_rows(path):
+        found = _part_row(line, names, lists=lists)
+        rest = {name: value for name, value in line.items() if name not in ours}
+        yield _row(found, rest), found.result
+
+
+def records_of(
+    batches: Iterable[pa.RecordBatch], names: Mapping[str, str], samples: str | None
+) -> Iterator[Record]:
+    """The rows of batches of a Parquet part.
+
+    Args:
+        batches: of its columns.
+        names: of `OutputPlan`.
+        samples: of `OutputPlan`.
+
+    Raises:
+        ValueError: a record of a sample is not in its place.
+    """
+    each = (_batch_records(batch, names, lists=samples == "list") for batch in batches)
+    records = chain.from_iterable(each)
+    return _whole_records(records) if samples == "explode" else records
+
+
+def _whole_records(records: Iterable[Record]) -> Iterator[Record]:
+    for _, found in groupby(records, key=lambda record: record[0].ordinal):
+        rows, results = zip(*found, strict=True)
+        yield rows[0], imploded(results)
+
+
+def _whole_rows(rows: Iterable[PartRow]) -> Iterator[PartRow]:
+    for _, found in groupby(rows, key=attrgetter("row")):
+        records = list(found)
+        yield records[0]._replace(result=imploded([record.result for record in records]))
+
+
+def _batch_records(batch: pa.RecordBatch, names: Mapping[str, str], *, lists: bool) -> Iterator[Record]:
     from batchgen.data.table_reader import ArrowBatch, ArrowRow
 
     ours = set(names.values())
     rest = ArrowBatch(batch.select([name for name in batch.schema.names if name not in ours]))
     own = batch.select([name for name in batch.schema.names if name in ours])
     for index, values in enumerate(own.to_pylist()):
-        found = _part_row(values, names)
+        found = _part_row(values, names, lists=lists)
         yield _row(found, ArrowRow(rest, index), rest.row_bytes), found.result
 
 
@@ -96,7 +133,7 @@ def _row(found: PartRow, values: Mapping[str, Any], size: int = 0) -> Row:
     return Row(found.row, found.id, values, None, 0, "", b"", Position(), size=size)
 
 
-def _part_row(values: dict[str, Any], names: Mapping[str, str]) -> PartRow:
+def _part_row(values: dict[str, Any], names: Mapping[str, str], *, lists: bool) -> PartRow:
     def ours(key: str) -> Any:
         return values.get(names[key]) if key in names else None
 
@@ -108,18 +145,23 @@ def _part_row(values: dict[str, Any], names: Mapping[str, str]) -> PartRow:
         stop_reason=ours("stop_reason"),
         error=error and RowError(ErrorClass(error["class"]), error["message"]),
         usage=usage and (usage["prompt_tokens"], usage["completion_tokens"], usage["truncated_tokens"]),
-        included=_included(ours) or None,
+        included=_included(ours, lists=lists) or None,
+        sample=ours("sample"),
     )
     return PartRow(ours("row"), ours("id"), result)
 
 
-def _included(ours: Callable[[str], Any]) -> dict[str, Any]:
+def _included(ours: Callable[[str], Any], *, lists: bool) -> dict[str, Any]:
     found = {key: ours(key) for key in (*INCLUDED, *ALL_TASK_COLUMNS)}
-    return {key: _reported(key, value) for key, value in found.items() if value is not None}
+    return {key: _reported(key, value, lists=lists) for key, value in found.items() if value is not None}
 
 
-def _reported(key: str, value: Any) -> Any:
-    """A value of the output as a worker reports it."""
+def _reported(key: str, value: Any, *, lists: bool = False) -> Any:
+    """A value of the output as a worker reports it; with `lists`, what each sample has is one."""
+    if value is None:
+        return None
+    if lists and key in OF_SAMPLES:
+        return [_reported(key, one) for one in value]
     if key in TOKEN_IDS:
         return pack_ids(value)
     if key == "embedding":
@@ -131,24 +173,36 @@ def _reported(key: str, value: Any) -> Any:
     return plain_logprobs(value) if key == "prompt_logprobs" else value
 
 
-def _batch_row(line: dict[str, Any]) -> PartRow:
-    """A row of the format openai_batch; its ordinal is part of its id."""
+def _batch_row(line: dict[str, Any], *, lists: bool) -> PartRow:
+    """A row of the format openai_batch; its ordinal is part of its id.
+
+    Args:
+        line: as it was written.
+        lists: whether rows of the job have lists of samples.
+    """
     row, error, response = int(line["id"].rpartition("_")[2]), line["error"], line["response"]
     if response is None:
         skipped = error["code"] == Status.SKIPPED
         status = Status.SKIPPED if skipped else Status.ERROR
         known = _why(error["message"]) if skipped else RowError(ErrorClass(error["code"]), error["message"])
         return PartRow(row, line["custom_id"], RowResult(status.value, error=known))
-    choice, usage = response["body"]["choices"][0], response["body"]["usage"]
+    choices, usage = response["body"]["choices"], response["body"]["usage"]
+    counts = usage["prompt_tokens"], usage["completion_tokens"], usage.get("truncated_tokens", 0)
+    samples = [_choice(choice, counts) for choice in choices]
+    if not lists:
+        return PartRow(row, line["custom_id"], samples[0])
+    numbered = [one._replace(sample=choice["index"]) for one, choice in zip(samples, choices, strict=True)]
+    return PartRow(row, line["custom_id"], imploded(numbered))
+
+
+def _choice(choice: Mapping[str, Any], usage: tuple[int, int, int]) -> RowResult:
     message = choice.get("message", choice)
     text, reasoning = message.get("content", message.get("text")), message.get("reasoning_content")
-    counts = usage["prompt_tokens"], usage["completion_tokens"], usage.get("truncated_tokens", 0)
-    reasons = choice["finish_reason"], choice["stop_reason"]
     included = {} if reasoning is None else {"reasoning": reasoning}
     if choice["logprobs"] is not None:
         included["logprobs"] = read_logprobs(choice["logprobs"]).pack()
-    result = RowResult("ok", text, *reasons, None, counts, included or None)
-    return PartRow(row, line["custom_id"], result)
+    reasons = choice["finish_reason"], choice["stop_reason"]
+    return RowResult("ok", text, *reasons, None, usage, included or None)
 
 
 def _why(message: str) -> RowError | None:

@@ -48,7 +48,7 @@ class PartSummary:
 
     Args:
         status: rows by status.
-        finish_reasons: rows by finish reason.
+        finish_reasons: answers by finish reason, of which a row may have several.
         errors: by class.
         prompt_tokens, output_tokens: of rows that the engine saw.
         truncated_rows, truncated_tokens: prompts that were cut, and what was cut off.
@@ -66,6 +66,11 @@ class PartSummary:
     def rows(self) -> int:
         """Of any status."""
         return sum(self.status.values())
+
+    @property
+    def answers(self) -> int:
+        """With a finish reason."""
+        return sum(self.finish_reasons.values())
 
     def merge(self, other: PartSummary) -> None:
         """Add the rows of another summary."""
@@ -119,9 +124,9 @@ def add_results(summary: PartSummary, keys: Sequence[tuple[int, str]], results: 
         results: theirs.
     """
     summary.status.update([result.status for result in results])
-    reasons = [result.finish_reason for result in results]
+    reasons: Iterable[Any] = [result.finish_reason for result in results]
     if any(isinstance(reason, list) for reason in reasons):
-        reasons = list(chain.from_iterable(r if isinstance(r, list) else [r] for r in reasons))
+        reasons = chain.from_iterable(r if isinstance(r, list) else [r] for r in reasons)
     summary.finish_reasons.update(reason for reason in reasons if reason is not None)
     usages = [result.usage for result in results if result.usage is not None]
     if usages:

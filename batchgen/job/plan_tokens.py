@@ -129,7 +129,7 @@ class TokenCounter:
                 self._fail(prompt, failed)
                 continue
             lengths.append(len(turns[-1].token_ids))
-            self._count(prompt[0], turns, sampling.max_tokens)
+            self._count(prompt[0], turns, sampling)
         self.scan.lengths.add(lengths)
 
     def _later_turns(self, prompt: Prompt, first: Prepared | RowError, sampling: SamplingParams) -> list[Any]:
@@ -145,7 +145,7 @@ class TokenCounter:
         group = self.scan.errors.setdefault(error.error_class.value, ErrorGroup())
         group.add(prompt[0], prompt[1], error.message)
 
-    def _count(self, row: int, turns: Sequence[Prepared], max_tokens: int) -> None:
+    def _count(self, row: int, turns: Sequence[Prepared], sampling: SamplingParams) -> None:
         scan, longest = self.scan, max(len(turn.token_ids) for turn in turns)
         # The last turn's prompt holds the text of all.
         scan.control_rows += turns[-1].control_tokens > 0
@@ -160,7 +160,7 @@ class TokenCounter:
         for turn in turns:
             length = min(len(turn.token_ids), self._max_model_len - 1)
             scan.prompt_tokens += length
-            scan.output_room += min(max_tokens, self._max_model_len - length)
+            scan.output_room += sampling.n * min(sampling.max_tokens, self._max_model_len - length)
             scan.shared_tokens += self._shared(turn.token_ids[:length])
 
     def _shared(self, ids: list[int]) -> int:

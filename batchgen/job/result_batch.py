@@ -46,7 +46,7 @@ class ResultBatch:
             row: that it answers.
             result: `status`, `text` (a list for a dialogue), `finish_reason`, `stop_reason`, `error` (class
                 and message, or None), `usage` (prompt, completion and truncated tokens, or None), and
-                `included` where `output.include` asks for more.
+                `included` where `output.include` asks for more; lists where rows have several samples.
             stats: those of `STATS` that are known; the others are 0.
         """
         prompt_tokens, completion_tokens, _ = result["usage"] or _NO_TOKENS

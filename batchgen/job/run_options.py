@@ -197,6 +197,7 @@ def setup_from_spec(
             include=spec.output.include,
             batch=batch_labels(spec, fingerprints),
             dialogues=spec.sampling.turns is not None,
+            samples=spec.samples,
             reasoning=spec.sampling.reasoning_column,
             task=Task(spec.task),
             embedding_size=embedding_size if spec.task == Task.EMBED else None,

@@ -32,6 +32,7 @@ PART_OUTPUT_TOKENS = 256 * 1024
 OUR_COLUMNS = (
     "row",
     "id",
+    "sample",
     *ALL_TASK_COLUMNS,
     "generated_text",
     "finish_reason",
@@ -281,6 +282,7 @@ class SamplingSection(Section):
     min_p: Annotated[Annotated[float, Field(ge=0, le=1)] | None, Rule("null or a number from 0 to 1")] = None
     max_tokens: Annotated[Count, Rule(COUNT)] = 256
     min_tokens: Annotated[int, Field(ge=0), Rule("a whole number from 0 to max_tokens")] = 0
+    n: Annotated[Count, Rule(COUNT)] = 1
     stop: Annotated[Texts, Rule("a list of non-empty strings")] = ()
     stop_token_ids: Annotated[TokenIds, Rule("a list of token ids of 0 or more")] = ()
     seed: Annotated[int, Field(ge=0, lt=2**63), Rule("a whole number from 0 to 2**63 - 1")] = 0
@@ -391,6 +393,7 @@ class OutputSpec(Section):
             "prompt_logprobs"
         ),
     ] = ("usage", "finish_reason")
+    samples: Annotated[Literal["list", "explode"], Rule("list or explode")] = "list"
     part_rows: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"
     push_to_hub: Annotated[HubTarget | None, BeforeValidator(_hub_target), Rule(HUB)] = None
 
@@ -528,6 +531,11 @@ class JobSpec:
         return next((origin for origin in given if origin is not None), None)
 
     @property
+    def samples(self) -> Literal["list", "explode"] | None:
+        """How the output holds the samples of a row; None where each row has one."""
+        return self.output.samples if self.sampling.n > 1 else None
+
+    @property
     def output_folder(self) -> Path:
         """The folder that the job owns; of one in an object store, the copy on this machine."""
         path = self.output.path
@@ -540,11 +548,13 @@ class JobSpec:
 
 
 def part_rows_auto(spec: JobSpec) -> int:
-    """Rows in one part: what the job says, else 1,000, fewer where `max_tokens` is large.
+    """Rows in one part: what the job says, else 1,000, fewer where `max_tokens` times `n` is large.
 
     A function of the job alone, so that parts are the same on every machine. About a quarter of a million
     output tokens at most, so that parts of long answers still appear while the job runs.
     """
     if spec.output.part_rows != "auto":
         return spec.output.part_rows
-    return max(FEWEST_PART_ROWS, min(PART_ROWS, PART_OUTPUT_TOKENS // spec.sampling.max_tokens))
+    return max(
+        FEWEST_PART_ROWS, min(PART_ROWS, PART_OUTPUT_TOKENS // (spec.sampling.max_tokens * spec.sampling.n))
+    )

@@ -36,6 +36,7 @@ def worker_config(spec: JobSpec, prompt: PromptSpec, commit: str | None = None) 
         "sampling": spec.sampling.model_dump(mode="json", exclude={"per_row", "turns"}),
         # What is shuffled stays in the order in which it arrives.
         "order": spec.run.order if spec.input.shuffle is None else "input",
+        "samples": spec.samples is not None,
         "dedupe": spec.input.dedupe == "prompt",
         "row_timeout": spec.run.row_timeout,
         "embedding": spec.embedding.model_dump(mode="json"),

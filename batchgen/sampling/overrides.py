@@ -17,7 +17,7 @@ from batchgen.types import ErrorClass, RowFailure, SamplingParams, UsageError
 # What a job may say of sampling in all its versions, but a row of it may not, or not in this one.
 _ONLY_OF_A_JOB = frozenset({"per_row", "turns", "reasoning"})
 _NOT_SAMPLING = frozenset({"per_row", "turns"})
-_LATER = frozenset({"n", "structured"})
+_LATER = frozenset({"structured"})
 _LIBRARY_ONLY = "logits_processors"
 _WORDS = {
     float: "a number",
@@ -46,7 +46,7 @@ class RowSampling:
 
     def __init__(self, section: Mapping[str, Any], defaults: Mapping[str, Any], column: str | None) -> None:
         self._types = get_type_hints(SamplingParams)
-        for key in (_LIBRARY_ONLY, "reasoning", "n"):
+        for key in (_LIBRARY_ONLY, "reasoning"):
             del self._types[key]
         self._section = {key: value for key, value in section.items() if key not in _NOT_SAMPLING}
         self._defaults = defaults
@@ -81,6 +81,12 @@ class RowSampling:
 
     def _resolve(self, overrides: Mapping[str, Any]) -> SamplingParams:
         checked = {key: self._checked(key, value) for key, value in overrides.items()}
+        n = checked.get("n", self.of_job.n)
+        if self.of_job.n == 1 and n != 1:
+            self._refuse(
+                f": n: {n} is not allowed, because rows have lists of answers only in a job whose sampling.n "
+                "is above 1; use 1, or set that"
+            )
         try:
             return resolve_sampling({**self._section, **checked}, self._defaults)
         except UsageError as error:

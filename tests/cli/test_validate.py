@@ -52,9 +52,9 @@ def test_faults_of_different_kinds_come_together(write_job: Write, capsys: Captu
 
 
 def test_every_fault_of_the_file_is_an_entry(write_job: Write, capsys: Captured) -> None:
-    assert main(["validate", write_job("sampling: {n: 2, top_p: 3}\n"), "--json"]) == 2
+    assert main(["validate", write_job("sampling: {structured: 2, top_p: 3}\n"), "--json"]) == 2
     messages = [fault["message"] for fault in json.loads(capsys.readouterr().out)["faults"]]
-    assert [message[:15] for message in messages] == ["sampling.n is n", "sampling.top_p:"]
+    assert [message[:15] for message in messages] == ["sampling.struct", "sampling.top_p:"]
 
 
 def test_faults_of_the_file_do_not_hide_those_of_the_world(write_job: Write, capsys: Captured) -> None:
@@ -197,7 +197,7 @@ def test_rows_that_would_stop_the_job_are_exit_3(write_job: Write, capsys: Captu
 
 
 def test_an_openai_batch_of_which_no_first_line_can_be_read(write_job: Write, capsys: Captured) -> None:
-    line = '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"n": 2}}\n'
+    line = '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"stream": true}}\n'
     assert main(["validate", write_job(rows=line)]) == 3
     said = capsys.readouterr().err
     assert "none of the first rows can be read" in said

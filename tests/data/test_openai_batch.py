@@ -46,6 +46,7 @@ def test_chat(tmp_path: Path) -> None:
             "max_tokens": 7,
             "stop": ["x"],
             "seed": 3,
+            "n": 1,
             "logit_bias": {"50256": -100},
             "presence_penalty": 0,
         },
@@ -76,8 +77,6 @@ def test_completions_and_responses(tmp_path: Path) -> None:
     [
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
-        ("n", 2),
-        ("n", True),
         ("top_logprobs", 3),
         ("reasoning_effort", "high"),
         ("something_new", 1),

@@ -105,25 +105,29 @@ def test_rows_become_results_and_faults_stay_their_own(start: Any, model: Path) 
     assert counters.sampled >= sum(len(ids) for ids in expected)
 
 
-def test_partials_resume_to_the_same_text(start: Any) -> None:
-    long = {"sampling": {"max_tokens": 64, "ignore_eos": True, "temperature": 0.8}}
+@pytest.mark.parametrize("n", [1, 3])
+def test_partials_resume_to_the_same_text(start: Any, n: int) -> None:
+    sampling = {"max_tokens": 64, "ignore_eos": True, "temperature": 0.8, "n": n}
+    engine = {"max_model_len": 96, "max_num_seqs": 12}
+    long = {"sampling": sampling, "samples": n > 1, "engine": engine}
     talk = start(**long)
     ready = talk.next("ready")
     talk.handle.send({"type": "rows", "rows": rows(TEXTS[:3])})
-    told: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    while not all(told.values()):
+    told: dict[int, list[list[int]]] = {row: [[] for _ in range(n)] for row in range(3)}
+    while not all(told[row][n - 1] for row in told):
         talk.handle.send({"type": "checkpoint", "id": 1})
         for row, sample, first, ids in talk.next("partials")["rows"]:
-            assert sample == 0
-            assert first == len(told[row])
-            told[row] += ids
+            assert first == len(told[row][sample])
+            told[row][sample] += ids
     whole = talk.results(3)
     talk.handle.kill()
     again = start(**long, pinned=ready["pinned"])
     again.next("ready")
-    resumed = [[i, pack({"prompt": TEXTS[i]}), [told[i]], 0] for i in range(3)]
+    resumed = [[i, pack({"prompt": TEXTS[i]}), told[i], 0] for i in range(3)]
     again.handle.send({"type": "rows", "rows": resumed})
     assert again.results(3) == whole
+    if n > 1:
+        assert [len({*result["text"]}) for result in whole.values()] == [n] * 3
 
 
 def test_a_canary_is_answered_and_counts_for_nothing(start: Any) -> None:

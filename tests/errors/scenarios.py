@@ -128,6 +128,7 @@ OF_THE_JOB_FILE = [
     validate("sampling.logit_bias={9999: 1}"),
     validate("output.columns={prompt: x}"),
     validate("output.columns={generated_text: prompt}"),
+    validate("output.columns={sample: x}"),
     validate("output.columns={generated_text: status}"),
     validate("output.columns={generated_text: prompt}", "input.columns=[prompt]"),
     validate("output.format=openai_batch", "output.columns={status: s}"),
@@ -195,9 +196,9 @@ OF_THE_INPUT = [
     validate("input=a.parquet", a_parquet=encrypted()),
     validate("input=a.jsonl.gz", **{"a.jsonl_gz": b"\x1f\x8b\x08\0\0\0\0\0\0\3" + b"\xff" * 40}),
 ]
-BATCH = '{"custom_id": "a", "method": "POST", "url": "/v1/%s", "body": {"messages": [], "n": 2}}\n'
+BATCH = '{"custom_id": "a", "method": "POST", "url": "/v1/%s", "body": {"messages": [], "stream": true}}\n'
 CHAT = BATCH % "chat/completions"
-GOOD_BATCH = CHAT.replace('"n": 2', '"n": 1')
+GOOD_BATCH = CHAT.replace("true", "false")
 BAD_BATCH = CHAT + GOOD_BATCH
 NO_BODY = '{"custom_id": "a", "url": "/v1/chat/completions"}\n'
 NO_MESSAGES = '{"custom_id": "b", "url": "/v1/chat/completions", "body": {}}\n'
@@ -323,6 +324,7 @@ OF_A_ROW = [
     show({"prompt_token_ids": ["x"]}, "prompt.mode=tokens"),
     show({"prompt_token_ids": []}, "prompt.mode=tokens"),
     show({"prompt": "x", "p": {"temperature": -1}}, "sampling.per_row=p"),
+    show({"prompt": "x", "p": {"n": 2}}, "sampling.per_row=p", "sampling.temperature=1"),
     show({"prompt": "x", "t": "[{"}, "prompt.tools=t"),
     show({"prompt": "x", "t": [3]}, "prompt.tools=t"),
     show({"prompt": "x", "u": None}, "sampling.turns=u", "prompt.system=x"),

@@ -104,6 +104,7 @@ def retries(stage: Stage) -> None:
     stage.batchgen("retry out --where timeuot", 2)
     stage.batchgen("retry out --where row=x", 2)
     stage.batchgen("retry out", 2, None, "output.format=jsonl")
+    stage.batchgen("retry out", 2, None, "sampling.n=2", "sampling.temperature=1")
     stage.batchgen("retry out", 7, Script(dies=True), "sampling.temperature=1")
     stage.batchgen(RUN, 4, None, "output.include=[usage]", "input.limit=2")
     stage.batchgen("retry out --where row=0", 2)

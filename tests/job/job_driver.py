@@ -54,6 +54,8 @@ class Settings:
     renames: dict[str, str] = field(default_factory=dict)
     seed: int = 1
     max_tokens: int = 20
+    n: int = 1
+    samples: str = "list"
     max_num_seqs: int = 8
     row_timeout: float | None = None
     worker: dict[str, Any] = field(default_factory=dict)
@@ -69,12 +71,18 @@ class Settings:
         return {
             "model": "fake",
             "prompt": {"mode": "completion", "task": self.task},
-            "sampling": {"max_tokens": self.max_tokens, "seed": self.seed},
+            "sampling": {"max_tokens": self.max_tokens, "seed": self.seed, **self.several},
+            "samples": self.n > 1,
             "order": "input",
             "row_timeout": self.row_timeout,
             "engine": {"max_num_seqs": self.max_num_seqs},
             "include": [key for key in INCLUDED if key in self.include],
         }
+
+    @property
+    def several(self) -> dict[str, Any]:
+        """What `sampling` says of samples."""
+        return {"n": self.n, "temperature": 1.0} if self.n > 1 else {}
 
     def launcher(self) -> Launcher:
         return launcher({"tokens_per_step": 1, "step_seconds": 0.0005, **self.worker})
@@ -106,6 +114,7 @@ def setup_of(settings: Settings) -> JobSetup:
             task=Task(settings.task),
             embedding_size=2,
             batch=BatchLabels("0123456789abcdef", "fake", chat=True),
+            samples=settings.samples if settings.n > 1 else None,
         ),
         suffix=part_suffix(settings.format, settings.compression),
         compression=settings.compression,

@@ -131,3 +131,31 @@ def test_what_comes_later_says_so() -> None:
     known = set(SamplingParams.__dataclass_fields__)
     for key in {"n", "logprobs", "structured"} - known:
         assert refused({key: 1}) == f"column 's': {key} is not available in this version; remove it"
+
+
+SEVERAL = {**SECTION, "n": 3, "temperature": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("override", "n"), [({}, 3), ({"n": 1}, 1), ({"n": 5}, 5), ({"n": 1, "temperature": 0}, 1)]
+)
+def test_a_row_may_have_samples_of_its_own_number_where_rows_have_several(override: Any, n: int) -> None:
+    assert RowSampling(SEVERAL, {}, "s").of_row({"s": override}).n == n
+
+
+@pytest.mark.parametrize(
+    ("section", "override", "message"),
+    [
+        (
+            SECTION,
+            {"n": 2, "temperature": 1},
+            "n: 2 is not allowed, because rows have lists of answers only in",
+        ),
+        (SEVERAL, {"n": 0}, "n: 0 is not allowed; use 1 or more"),
+        (SEVERAL, {"temperature": 0}, "n: 3 is not allowed; use 1 with temperature 0, where all samples"),
+        (SEVERAL, {"n": True}, "n: True is not allowed; use a whole number"),
+    ],
+)
+def test_numbers_of_samples_that_are_refused(section: Any, override: Any, message: str) -> None:
+    with pytest.raises(RowFailure, match=f"column 's': {message}"):
+        RowSampling(section, {}, "s").of_row({"s": override})
