@@ -80,9 +80,11 @@ def processed(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     for operation in row.operations:
         logits = operation(logits, row.history)
     if logits.max() == -torch.inf:
+        # Which of several samples comes to this first, and where, depends on what else runs.
+        where = f" at position {row.position}" if row.sampling.n == 1 else ""
         raise RowFailure(
             ErrorClass.INVALID_PARAM,
-            f"no token may be drawn at position {row.position}: what allowed_token_ids allows is barred by "
+            f"no token may be drawn{where}: what allowed_token_ids allows is barred by "
             "bad_words, min_tokens or logits_processors; allow more",
         )
     return logits

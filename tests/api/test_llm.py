@@ -171,3 +171,14 @@ def test_ten_engines_one_after_the_other_leave_nothing_behind(folder: Path) -> N
     )
     # The weights and caches of eight engines would be 512 MiB.
     assert int(said.stdout) < 16 * 2**20
+
+
+def test_samples_of_a_prompt_are_those_of_its_outputs(llm: bg.LLM) -> None:
+    params = bg.SamplingParams(n=3, temperature=0.8, max_tokens=6, ignore_eos=True)
+    outs = llm.generate(PROMPTS, params)
+    assert [len(out.samples) for out in outs] == [3] * len(PROMPTS)
+    assert all(len({tuple(sample.token_ids) for sample in out.samples}) == 3 for out in outs)
+    one = llm.generate(PROMPTS, bg.SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True))
+    assert [out.samples[0] for out in one] == [out.samples[0] for out in outs]
+    assert [out.text for out in outs] == [out.samples[0].text for out in outs]
+    assert [out.completion_tokens for out in outs] == [18] * len(PROMPTS)

@@ -63,6 +63,13 @@ def call(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+def test_several_samples_are_a_list_of_answers(call: dict[str, Any]) -> None:
+    call["sampling"] = {"max_tokens": 4, "n": 3, "temperature": 1.0}
+    out = bg.map(Dataset.from_list(ROWS), **call)
+    assert out[BAD]["summary"] is None
+    assert all(len(set(row["summary"])) == 3 for row in out if row["n"] != BAD)
+
+
 def test_length_order_columns_and_errors_as_data(call: dict[str, Any]) -> None:
     source = Dataset.from_list(ROWS)
     out = bg.map(source, **call)

@@ -238,3 +238,10 @@ def test_every_turn_of_a_dialogue_is_a_prompt(write_job: Write, capsys: Captured
     assert plan_of(capsys, job, "--full")["too_long"]["found"] == 1
     assert main(["plan", job, "--full"]) == 0
     assert "\nprompts   at least " in capsys.readouterr().out
+
+
+def test_samples_are_counted_each(write_job: Write, capsys: Captured) -> None:
+    job = write_job(
+        "sampling: {max_tokens: 5, n: 3, temperature: 1}\n", '{"prompt": "hi"}\n{"prompt": "ho"}\n'
+    )
+    assert plan_of(capsys, job, "--full")["tokens"]["output_at_most"] == 2 * 3 * 5
