@@ -43,7 +43,7 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(BIN)/mypy
 
 unit: $(MODEL) $(HUMANEVAL)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
 
 test: lint unit ## everything that must hold before a commit, under 10 minutes
 
