@@ -43,11 +43,12 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(BIN)/mypy
 
 unit: $(MODEL) $(HUMANEVAL)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15 -m "not slow"
 
 test: lint unit ## everything that must hold before a commit, under 10 minutes
 
 ci: test ## the longer suites too, under 60 minutes
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 	BATCHGEN_STEPS=150000 $(BIN)/python -m pytest tests/core -k machine --timeout 1800
 	BATCHGEN_SCHEDULES=20 $(BIN)/python -m pytest tests/parity/test_real_invariance.py --timeout 1800
 	BATCHGEN_FUZZ=50 $(BIN)/python -m pytest tests/spec/test_job_file_fuzz.py --timeout 1800

@@ -161,6 +161,7 @@ print(max(seen[2:]) - seen[1])
 """
 
 
+@pytest.mark.slow
 def test_ten_engines_one_after_the_other_leave_nothing_behind(folder: Path) -> None:
     said = subprocess.run(
         [sys.executable, "-c", TEN_TIMES, str(folder)],

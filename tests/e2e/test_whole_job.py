@@ -168,6 +168,7 @@ def test_a_killed_worker_is_replaced(model: Path, tmp_path: Path, undisturbed: d
     assert digests(tmp_path) == undisturbed
 
 
+@pytest.mark.slow
 def test_two_workers_write_the_same_bytes(model: Path, tmp_path: Path, undisturbed: dict[str, str]) -> None:
     done = batchgen("run", write_job(tmp_path, model, make_lines(60)), "--workers", 2)
     assert done.returncode == 0, done.stderr
@@ -190,6 +191,7 @@ def test_sigterm_commits_and_exits_75(model: Path, tmp_path: Path, undisturbed: 
     assert digests(tmp_path) == undisturbed
 
 
+@pytest.mark.slow
 def test_the_order_of_work_changes_nothing(model: Path, tmp_path: Path, undisturbed: dict[str, str]) -> None:
     changes: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 40, "prefix_caching": False}
     job = write_job(tmp_path, model, make_lines(60), engine=changes)
@@ -198,6 +200,7 @@ def test_the_order_of_work_changes_nothing(model: Path, tmp_path: Path, undistur
     assert digests(tmp_path) == undisturbed
 
 
+@pytest.mark.slow
 def test_another_sampling_is_refused_with_the_difference(model: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path, model, make_lines(3), sampling={"max_tokens": 4})
     assert batchgen("run", job).returncode == 0

@@ -99,6 +99,7 @@ def test_loglikelihood(tmp_path: Path, model: Path) -> None:
             assert record["error"]["message"] == result.error.message  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_pairs_by_templates_and_a_conversation(tmp_path: Path, model: Path) -> None:
     rows = [{"q": "Name a colour.", "a": "blue"}, {"q": "And another?", "a": "red"}]
     prompt = {"mode": "chat", "user": "{{ q }}", "continuation": "{{ a }}"}
@@ -112,6 +113,7 @@ def test_pairs_by_templates_and_a_conversation(tmp_path: Path, model: Path) -> N
     assert found[0]["prompt"].endswith("<|im_start|>assistant\n")
 
 
+@pytest.mark.slow
 def test_perplexity(tmp_path: Path, model: Path) -> None:
     found = run_job(tmp_path, model, [{"text": text} for text in TEXTS], task="perplexity")
     with llm(model) as engine:
@@ -122,6 +124,7 @@ def test_perplexity(tmp_path: Path, model: Path) -> None:
     assert found[1]["num_tokens"] > MAX_LEN
 
 
+@pytest.mark.slow
 def test_embed(tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": text} for text in [*TEXTS[:1], *TEXTS[2:], ""]]
     found = run_job(tmp_path, model, rows, task="embed", embedding={"pooling": "mean"})
@@ -142,6 +145,7 @@ def test_classify(tmp_path: Path, classifier: Path) -> None:
         assert {one["label"]: one["score"] for one in record["scores"]} == result.scores
 
 
+@pytest.mark.slow
 def test_prompt_logprobs(tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": text} for text in TEXTS[2:]]
     job: dict[str, Any] = {"prompt": {"mode": "completion"}}

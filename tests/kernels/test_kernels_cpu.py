@@ -487,6 +487,7 @@ def test_bytes_per_block_is_what_is_allocated(backend, kv_dtype: torch.dtype) ->
     assert not any(tensor.any() for tensor in kv.tensors)
 
 
+@pytest.mark.slow
 def test_a_second_process_loads_the_compiled_kernels(tmp_path: Path) -> None:
     code = (
         "import torch, batchgen_kernels.cpu.kernel as k; "

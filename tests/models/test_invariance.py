@@ -50,6 +50,7 @@ def run_rows(engine: Engine, rows: list[int]) -> dict[int, list[int]]:
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_do_not_depend_on_the_schedule(kind: str, tmp_path: Path) -> None:
     family: Family = next(family for family in FAMILIES if family.name == kind)

@@ -70,6 +70,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return open_engine(SPARSE, tmp_path_factory.mktemp("sparse"))
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_schedule(sparse: Engine) -> None:
     rng = random.Random(4)
     truth = run_schedule(sparse, MORE_SCHEDULES[0])
