@@ -10,9 +10,11 @@ from __future__ import annotations
 import enum
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from batchgen.scores import Classification, Pooling, Scoring, TokenLogprob, TokenScores
 
 MOST_LOGPROBS = 100
 """Most likeliest tokens that are kept beside a token."""
@@ -252,154 +254,6 @@ class Task(enum.StrEnum):
     CLASSIFY = "classify"
 
 
-class Pooling(enum.StrEnum):
-    """How a prompt's hidden states, after the final norm, become one vector: the last one, or their mean."""
-
-    LAST = "last"
-    MEAN = "mean"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token as the model saw it at one position.
-
-    Args:
-        token_id: which.
-        logprob: natural logarithm of its probability under the model's own logits, before any processing.
-        rank: 1 for the likeliest token; of equally likely ones the lower id comes first.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """Which known tokens of a request are scored: the logits after position `first + i` score `targets[i]`.
-
-    Args:
-        first: position of the first logits that are read.
-        targets: never empty; the last one may be the token behind the prompt.
-        top_k: how many of the likeliest tokens are kept beside each target.
-    """
-
-    first: int
-    targets: tuple[int, ...]
-    top_k: int = 0
-
-    @property
-    def stop(self) -> int:
-        """One more than the last position of which logits are read."""
-        return self.first + len(self.targets)
-
-
-@dataclass(slots=True)
-class TokenScores:
-    """What the model thought of consecutive known tokens, as `TokenLogprob` says, in little memory.
-
-    Args:
-        logprobs: of each token.
-        ranks: of each token.
-        top: at each token the likeliest ones, likeliest first, if they were asked for.
-    """
-
-    logprobs: array[float] = field(default_factory=lambda: array("d"))
-    ranks: array[int] = field(default_factory=lambda: array("q"))
-    top: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.logprobs)
-
-    def extend(self, other: TokenScores) -> None:
-        """Append the scores of the tokens that follow."""
-        self.logprobs.extend(other.logprobs)
-        self.ranks.extend(other.ranks)
-        self.top.extend(other.top)
-
-    @classmethod
-    def joined(cls, parts: Iterable[TokenScores]) -> TokenScores:
-        """Of stretches of tokens that follow one another."""
-        whole = cls()
-        for part in parts:
-            whole.extend(part)
-        return whole
-
-    def part(self, which: slice, top_k: int) -> TokenScores:
-        """Of some of the tokens, with at most `top_k` of the likeliest at each."""
-        top = [likeliest[:top_k] for likeliest in self.top[which]] if top_k else []
-        return TokenScores(self.logprobs[which], self.ranks[which], top)
-
-    @property
-    def columns(self) -> tuple[Sequence[float], Sequence[int], Sequence[tuple[TokenLogprob, ...]]]:
-        """Logprob, rank and likeliest tokens of each token, the last empty if they were not asked for."""
-        return self.logprobs, self.ranks, self.top or [()] * len(self)
-
-    @property
-    def loglikelihood(self) -> float:
-        """Sum of the logprobs, rounded once."""
-        return math.fsum(self.logprobs)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether every token is the likeliest at its place."""
-        return all(rank == 1 for rank in self.ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledLogprob:
-    """What the model thought of a token that was drawn; see `TokenLogprob`.
-
-    Args:
-        token_id: of the token.
-        logprob: of the token.
-        rank: of the token; more than 1 where the sampling settings, or chance, preferred another one.
-        top: the likeliest tokens at its place, likeliest first.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[TokenLogprob, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprob:
-    """What the model thought of one token of a prompt; see `TokenLogprob`.
-
-    Args:
-        logprob: of the token.
-        rank: of the token.
-        top: the likeliest tokens at its place, likeliest first.
-    """
-
-    logprob: float
-    rank: int
-    top: tuple[TokenLogprob, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Classification:
-    """What a sequence-classification head says of a text.
-
-    Args:
-        scores: probability of each label, by softmax over all labels or, where several may hold at once, by
-            a sigmoid of each; of a regression head the value itself. In the order of the label ids.
-    """
-
-    scores: tuple[tuple[str, float], ...]
-
-    @property
-    def label(self) -> str:
-        """The likeliest one; of equally likely ones the first."""
-        return max(self.scores, key=lambda item: item[1])[0]
-
-    @property
-    def score(self) -> float:
-        """That of `label`."""
-        return max(score for _, score in self.scores)
-
-
 def _is_text(value: str) -> bool:
     """Whether it has characters, and a tokenizer can take it: no half of a surrogate pair."""
     try:
@@ -541,11 +395,9 @@ class Sample:
     scores: TokenScores | None = None
 
     @property
-    def logprobs(self) -> list[SampledLogprob] | None:
+    def logprobs(self) -> list[TokenLogprob] | None:
         """Of each of `token_ids`; None where they were not asked for."""
-        if self.scores is None:
-            return None
-        return list(map(SampledLogprob, self.token_ids, *self.scores.columns))
+        return None if self.scores is None else self.scores.tokens()
 
 
 @dataclass(slots=True)
@@ -590,14 +442,12 @@ class Output:
         return self.samples[0].token_ids if self.samples else []
 
     @property
-    def prompt_logprobs(self) -> list[PromptLogprob | None] | None:
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
         """Of each token of the prompt, None for the first; None where they were not asked for."""
-        if self.scores is None:
-            return None
-        return [None, *map(PromptLogprob, *self.scores.columns)]
+        return None if self.scores is None else [None, *self.scores.tokens()]
 
     @property
-    def logprobs(self) -> list[SampledLogprob] | None:
+    def logprobs(self) -> list[TokenLogprob] | None:
         """Of the first sample; None where they were not asked for."""
         return self.samples[0].logprobs if self.samples else None
 

@@ -14,7 +14,8 @@ from batchgen.core.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from batchgen.engine.build import Engine, build_engine
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.core import EngineCore
-from batchgen.types import Output, Request, SamplingParams, Scoring
+from batchgen.scores import Scoring
+from batchgen.types import Output, Request, SamplingParams
 
 
 def make_engine(folder: Path, **settings: object) -> Engine:

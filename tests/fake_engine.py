@@ -29,12 +29,12 @@ from batchgen.core.stats import SchedulerStats
 from batchgen.dist.handle import launch_worker
 from batchgen.dist.serve import ReadyEngine, serve
 from batchgen.sampling.overrides import RowSampling
+from batchgen.scores import Classification, TokenScores
 from batchgen.text.prompt import PromptRenderer
 from batchgen.text.prompt_spec import PromptSpec
 from batchgen.text.task_request import TaskRequests
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import (
-    Classification,
     EngineError,
     ErrorClass,
     FinishReason,
@@ -45,7 +45,6 @@ from batchgen.types import (
     Sample,
     SamplingParams,
     Task,
-    TokenScores,
     UsageError,
 )
 
@@ -309,7 +308,9 @@ class FakeCore:
             wanted = [one.scoring for one in (request, *request.following) if one.scoring is not None]
             targets = [target for scoring in wanted for target in scoring.targets]
             output.scores = TokenScores(
-                array("d", [-target / 64 for target in targets]), array("q", [1 + t % 2 for t in targets])
+                array("q", targets),
+                array("d", [-target / 64 for target in targets]),
+                array("q", [1 + t % 2 for t in targets]),
             )
         elif request.task is Task.EMBED:
             output.embedding = array("f", [sum(request.prompt_token_ids), len(request.prompt_token_ids)])

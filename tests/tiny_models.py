@@ -10,7 +10,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -48,25 +54,33 @@ def spread(model: torch.nn.Module, seed: int = 0) -> None:
                 p.copy_(gain * noise / p.shape[1] ** 0.5)
 
 
+_TINY = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 258,
+    "pad_token_id": 256,
+}
+
+
 def save_tiny_llama(folder: Path, **settings: object) -> Path:
     """A two-layer Llama with grouped heads and a byte-level tokenizer."""
-    config = LlamaConfig(
-        **{
-            "vocab_size": 259,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
-            "eos_token_id": 258,
-            "pad_token_id": 256,
-            **settings,
-        }
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    return _save(AutoModelForCausalLM.from_config(LlamaConfig(**{**_TINY, **settings})), folder)
+
+
+def save_tiny_classifier(folder: Path) -> Path:
+    """The same with a head that says no or yes."""
+    labels = {"id2label": {0: "no", 1: "yes"}, "label2id": {"no": 0, "yes": 1}}
+    return _save(AutoModelForSequenceClassification.from_config(LlamaConfig(**_TINY, **labels)), folder)
+
+
+def _save(model: PreTrainedModel, folder: Path) -> Path:
     spread(model)
     model.save_pretrained(folder)
     save_tokenizer(folder)

@@ -14,10 +14,11 @@ from batchgen.engine.config import EngineConfig
 from batchgen.engine.core import EngineCore
 from batchgen.models.pooling import find_pooling
 from batchgen.sampling.resolve import generation_defaults, resolve_sampling
+from batchgen.scores import Pooling
 from batchgen.text.prompt import PreparedRow, PromptRenderer, PromptSpec
 from batchgen.text.prompt_spec import CONTINUATION
 from batchgen.text.task_request import TaskRequests, count_bytes, count_words
-from batchgen.types import Output, Pooling, RowError, SamplingParams, Task, UsageError
+from batchgen.types import Output, RowError, SamplingParams, Task, UsageError
 
 Prompt = str | Sequence[int]
 """A text, or token ids that go to the model as they are."""

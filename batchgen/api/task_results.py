@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.data.task_columns import bits_per_byte, perplexity
-from batchgen.types import Output, RowError, TokenScores
+from batchgen.scores import TokenScores
+from batchgen.types import Output, RowError
 
 
 @dataclass(frozen=True, slots=True)

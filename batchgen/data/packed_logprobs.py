@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from batchgen.types import TokenScores
+from batchgen.scores import TokenScores
 
 
 @dataclass(slots=True)
@@ -35,16 +35,15 @@ class PackedLogprobs:
     texts: Mapping[int, bytes]
 
     @classmethod
-    def of(cls, token_ids: Sequence[int], scores: TokenScores, text_of: Callable[[int], bytes]) -> Self:
+    def of(cls, scores: TokenScores, text_of: Callable[[int], bytes]) -> Self:
         """From what the engine says of the tokens of an answer.
 
         Args:
-            token_ids: `(T,)`.
-            scores: of these.
+            scores: of T tokens.
             text_of: from a token id to its bytes.
         """
         flat = [token for likeliest in scores.top for token in likeliest]
-        ids = array("i", token_ids)
+        ids = array("i", scores.token_ids)
         top_ids = array("i", [token.token_id for token in flat])
         return cls(
             ids,

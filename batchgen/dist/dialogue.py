@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from batchgen.scores import TokenScores
 from batchgen.text.prompt import PreparedRow
-from batchgen.types import Output, Request, RowError, Sample, SamplingParams, TokenScores
+from batchgen.types import Output, Request, RowError, Sample, SamplingParams
 
 _SUMS = ("prompt_tokens", "completion_tokens", "truncated_tokens", "cached_tokens", "preemptions")
 _TIMES = ("queue_seconds", "prefill_seconds", "decode_seconds")

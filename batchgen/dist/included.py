@@ -73,7 +73,7 @@ class Included:
     def _logprobs(self, sample: Sample) -> list[Any] | None:
         if sample.scores is None or "logprobs" not in self._asked:
             return None
-        return PackedLogprobs.of(sample.token_ids, sample.scores, self._text_of).pack()
+        return PackedLogprobs.of(sample.scores, self._text_of).pack()
 
     def _reasoning(self, output: Output) -> Any:
         if output.turns:

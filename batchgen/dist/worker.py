@@ -18,9 +18,10 @@ from batchgen.engine.config import EngineConfig
 from batchgen.models.pooling import find_pooling
 from batchgen.sampling.overrides import RowSampling
 from batchgen.sampling.resolve import generation_defaults, unused_defaults
+from batchgen.scores import Pooling
 from batchgen.text.prompt import PromptRenderer, PromptSpec
 from batchgen.text.task_request import TaskRequests
-from batchgen.types import Pooling, Task
+from batchgen.types import Task
 
 
 def build(config: Mapping[str, Any]) -> ReadyEngine:

@@ -25,6 +25,7 @@ from batchgen.engine.step_budget import StepBudget
 from batchgen.sampling.operations import operations_of
 from batchgen.sampling.resolve import beyond_vocabulary
 from batchgen.sampling.sampler import SamplingRow, finite_rows, sample
+from batchgen.scores import TokenScores
 from batchgen.text.reasoning import ReasoningSplitter
 from batchgen.text.stop import StopRules
 from batchgen.text.tokenizer import Tokenizer
@@ -37,7 +38,6 @@ from batchgen.types import (
     RowFailure,
     SamplingParams,
     Task,
-    TokenScores,
 )
 
 MAX_DECODINGS = 1024

@@ -14,9 +14,10 @@ from batchgen.engine.phases import Phases
 from batchgen.engine.reading import Reader, Reading
 from batchgen.sampling.history import TokenHistory
 from batchgen.sampling.operations import Operation
+from batchgen.scores import Scoring, TokenScores
 from batchgen.text.reasoning import ReasoningSplitter
 from batchgen.text.stop import Finish, StopChecker, StopRules
-from batchgen.types import Output, Request, Sample, Scoring, TokenScores
+from batchgen.types import Output, Request, Sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 
 from batchgen.core.scheduler import SchedulerOutput
-from batchgen.types import Classification, Pooling, Request, TokenLogprob, TokenScores
+from batchgen.scores import Classification, Pooling, TokenLogprob, TokenScores
+from batchgen.types import Request
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 _Vector = npt.NDArray[np.float64]
@@ -123,6 +124,7 @@ def score_rows(logits: torch.Tensor, targets: Sequence[int], top_k: int = 0) -> 
     before = torch.arange(logits.shape[1], device=logits.device) < wanted
     ranks = 1 + ((logits > own) | ((logits == own) & before)).sum(dim=-1)
     return TokenScores(
+        array("q", targets),
         array("d", logprobs.gather(1, wanted).flatten().tolist()),
         array("q", ranks.tolist()),
         list(_likeliest(logits, logprobs, top_k)) if top_k else [],

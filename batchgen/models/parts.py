@@ -7,7 +7,7 @@ that logits of a long prompt never lie in memory all at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -140,9 +140,6 @@ class _NoAttention:
     ) -> torch.Tensor:
         repeats = query.shape[1] // value.shape[1]
         return value.repeat_interleave(repeats, dim=1).transpose(1, 2)
-
-
-Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _no_head(hidden: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from batchgen.types import Pooling, UsageError
+from batchgen.scores import Pooling
+from batchgen.types import UsageError
 
 _KNOWN = frozenset({"Transformer", "Pooling", "Normalize"})
 _MODES = {

@@ -8,9 +8,10 @@ because tokenizers join them to the word that follows. So does lm-evaluation-har
 
 from __future__ import annotations
 
+from batchgen.scores import Scoring
 from batchgen.text.overflow import cut
 from batchgen.text.tokenizer import Tokenizer
-from batchgen.types import ErrorClass, RowFailure, Scoring
+from batchgen.types import ErrorClass, RowFailure
 
 
 def move_spaces(context: str, continuation: str) -> tuple[str, str]:

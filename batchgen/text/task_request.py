@@ -6,10 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from batchgen.scores import Pooling, Scoring
 from batchgen.text.pairs import prefix_token, rolling_windows, scored_pair
 from batchgen.text.prompt import PreparedRow
 from batchgen.text.tokenizer import Tokenizer
-from batchgen.types import Pooling, Request, RowError, RowFailure, SamplingParams, Scoring, Task
+from batchgen.types import Request, RowError, RowFailure, SamplingParams, Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import save_tiny_llama, save_tokenizer, spread
+from tiny_models import save_tiny_classifier, save_tiny_llama
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    LlamaConfig,
 )
 
 import batchgen as bg
@@ -216,22 +215,7 @@ def test_pooling_is_what_the_files_beside_the_model_say(folder: Path, tmp_path: 
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("classifier")
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        pad_token_id=256,
-        id2label={0: "no", 1: "yes"},
-        label2id={"no": 0, "yes": 1},
-    )
-    model = AutoModelForSequenceClassification.from_config(config)
-    spread(model)
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
+    return save_tiny_classifier(tmp_path_factory.mktemp("classifier"))
 
 
 def test_a_classifier_is_known_by_its_architecture(classifier: Path) -> None:

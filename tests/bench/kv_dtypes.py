@@ -27,7 +27,8 @@ from real_model import MODEL, PROBLEMS, prompts, tokenizer
 
 from batchgen.engine.build import Engine, build_engine
 from batchgen.engine.config import EngineConfig
-from batchgen.types import Output, Request, SamplingParams, Scoring, Task
+from batchgen.scores import Scoring
+from batchgen.types import Output, Request, SamplingParams, Task
 from batchgen_kernels import AttentionMetadata, AttentionSpec
 from batchgen_kernels.backend import allocate
 from batchgen_kernels.cpu import CpuBackend

@@ -9,6 +9,7 @@ import os
 import struct
 import termios
 from dataclasses import fields, replace
+from typing import TextIO
 
 import pytest
 
@@ -169,13 +170,23 @@ def test_the_bar_fits_the_terminal_also_after_it_was_resized() -> None:
         for second, columns in ((1.0, 60), (2.0, 60), (3.0, 30), (4.0, 100)):
             resize(follower, columns)
             progress.update(replace(LATER, seconds=second, rows_done=30 + int(second)))
-            stream.flush()
-            for frame in os.read(screen.fileno(), 65536).decode().split("\r"):
+            for frame in shown(screen.fileno(), stream).split("\r"):
                 # What is drawn over an older, longer line ends in blanks.
                 drawn.append((len(frame.rstrip()), columns))
         progress.close()
     assert len(drawn) >= 4
     assert all(width <= columns for width, columns in drawn)
+
+
+def shown(screen: int, terminal: TextIO) -> str:
+    """All that has been written to a terminal; its other end may get it late and in pieces."""
+    end = b"\x00"
+    terminal.write(end.decode())
+    terminal.flush()
+    written = b""
+    while not written.endswith(end):
+        written += os.read(screen, 65536)
+    return written.removesuffix(end).decode()
 
 
 def resize(terminal: int, columns: int) -> None:

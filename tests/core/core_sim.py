@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from batchgen.core.block import KVCacheBlock
 from batchgen.core.kv_spec import KVCacheConfig, KVCacheGroup
 from batchgen.core.scheduler import ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
-from batchgen.types import Request, RequestState, RowFailure, SamplingParams, Scoring
+from batchgen.scores import Scoring
+from batchgen.types import Request, RequestState, RowFailure, SamplingParams
 
 BAD = ("not finite", -1, -1)
 VOCABULARY = 3

@@ -22,10 +22,12 @@ from batchgen.data.record_columns import LOGPROBS_TYPE
 from batchgen.data.results import BatchLabels, RowResult, plan_output
 from batchgen.data.sink import part_suffix, write_part
 from batchgen.job.part_reader import read_part
-from batchgen.types import ErrorClass, RowError, RowFailure, TokenLogprob, TokenScores
+from batchgen.scores import TokenLogprob, TokenScores
+from batchgen.types import ErrorClass, RowError, RowFailure
 
 TEXTS = {5: b"Hi", 6: b" \xc3", 7: b"\xa9", 9: b"<|x|>"}
 SCORES = TokenScores(
+    array("q", [5, 6, 7]),
     array("d", np.float32([-0.1, -1e-8, -12.345678]).tolist()),
     array("q", [1, 3, 70_000]),
     [
@@ -37,12 +39,12 @@ SCORES = TokenScores(
 
 
 def packed(top_k: int = 2) -> list[Any]:
-    return PackedLogprobs.of([5, 6, 7], SCORES.part(slice(None), top_k), TEXTS.__getitem__).pack()
+    return PackedLogprobs.of(SCORES.part(slice(None), top_k), TEXTS.__getitem__).pack()
 
 
 def results(top_k: int = 2) -> list[RowResult]:
     ok = RowResult("ok", "Hi \u00e9", "stop", None, None, (3, 2, 0))
-    empty = PackedLogprobs.of([], TokenScores(), TEXTS.__getitem__).pack()
+    empty = PackedLogprobs.of(TokenScores(), TEXTS.__getitem__).pack()
     return [
         ok._replace(included={"logprobs": packed(top_k)}),
         RowResult("error", error=RowError(ErrorClass.NULL_PROMPT, "null")),

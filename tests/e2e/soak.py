@@ -23,7 +23,8 @@ from families import FAMILIES
 
 from batchgen.core.scheduler import SchedulerOutput
 from batchgen.engine.build import Engine
-from batchgen.types import ErrorClass, Output, Request, RowError, SamplingParams, Scoring
+from batchgen.scores import Scoring
+from batchgen.types import ErrorClass, Output, Request, RowError, SamplingParams
 
 HYBRID = next(family for family in FAMILIES if family.name == "gemma2")
 LIVE = 24

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from tiny_models import save_tiny_llama, save_tokenizer, spread
-from transformers import AutoModelForSequenceClassification, LlamaConfig
+from tiny_models import save_tiny_classifier, save_tiny_llama
 
 import batchgen
 import batchgen as bg
@@ -29,22 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("classifier")
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        pad_token_id=256,
-        id2label={0: "no", 1: "yes"},
-        label2id={"no": 0, "yes": 1},
-    )
-    made = AutoModelForSequenceClassification.from_config(config)
-    spread(made)
-    made.save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
+    return save_tiny_classifier(tmp_path_factory.mktemp("classifier"))
 
 
 def llm(model: Path) -> bg.LLM:

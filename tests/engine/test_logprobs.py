@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from batchgen.engine import live_row
 from batchgen.engine.build import Engine
-from batchgen.types import Output, SamplingParams, Scoring
+from batchgen.scores import Scoring
+from batchgen.types import Output, SamplingParams
 
 TOP = 4
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=TOP)

@@ -27,7 +27,8 @@ from transformers import (
 
 from batchgen.engine import reading
 from batchgen.engine.build import Engine
-from batchgen.types import ErrorClass, Output, Pooling, Request, SamplingParams, Scoring, Task
+from batchgen.scores import Pooling, Scoring
+from batchgen.types import ErrorClass, Output, Request, SamplingParams, Task
 
 SCHEDULES = 6
 ANY = SamplingParams(max_tokens=1)

@@ -33,7 +33,8 @@ from batchgen.job.part_summary import PartSummary, add_results
 from batchgen.job.parts import recognise_parts
 from batchgen.job.status import read_status
 from batchgen.job.verify import verify_folder
-from batchgen.types import ErrorClass, RowError, TokenScores
+from batchgen.scores import TokenScores
+from batchgen.types import ErrorClass, RowError
 
 ROWS = 45
 BROKEN = [row for row in range(ROWS) if row % 17 == 16]
@@ -288,10 +289,10 @@ def test_records_of_samples_make_the_row_again(result: RowResult) -> None:
 
 @layouts
 def test_all_that_samples_have_is_written_and_read_again(tmp_path: Path, format: str, samples: str) -> None:
-    scores = TokenScores(array("d", [-0.5, -1.5]), array("q", [1, 3]))
-    logprobs = [
-        PackedLogprobs.of([65, 66 + i], scores, lambda token: bytes([token])).pack() for i in range(2)
+    scores = [
+        TokenScores(array("q", [65, 66 + i]), array("d", [-0.5, -1.5]), array("q", [1, 3])) for i in range(2)
     ]
+    logprobs = [PackedLogprobs.of(one, lambda token: bytes([token])).pack() for one in scores]
     included = {"logprobs": logprobs, "reasoning": [None, "r"]}
     if format != "openai_batch":
         included |= {"prompt": "p", "seed": 3, "output_token_ids": [pack_ids([1]), pack_ids([])]}

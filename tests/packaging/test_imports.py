@@ -10,17 +10,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2] / "batchgen"
 BELOW = {
-    "types": [],
-    "cache": [],
     "core": ["types"],
-    "text": ["types", "data", "sampling"],
-    "data": ["types", "cache", "text", "sampling", "data"],
+    "text": ["types", "scores", "data", "sampling"],
+    "data": ["types", "scores", "cache", "text", "sampling", "data"],
     "sampling": ["types", "text"],
-    "models": ["types", "cache", "text"],
-    "engine": ["types", "cache", "core", "models", "sampling", "text"],
+    "models": ["types", "scores", "cache", "text"],
+    "engine": ["types", "scores", "cache", "core", "models", "sampling", "text"],
     "job": ["types", "cache", "core", "data", "text", "sampling"],
-    "dist": ["types", "core", "engine", "models", "sampling", "text", "data", "job"],
-    "api": ["types", "cache", "data", "text", "sampling", "models", "engine", "job", "dist"],
+    "dist": ["types", "scores", "core", "engine", "models", "sampling", "text", "data", "job"],
+    "api": ["types", "scores", "cache", "data", "text", "sampling", "models", "engine", "job", "dist"],
     "cli": ["types", "cache", "data", "text", "sampling", "models", "job", "api", "dist"],
 }
 """What a package may import besides itself, also inside functions."""
