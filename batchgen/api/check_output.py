@@ -11,7 +11,7 @@ from batchgen.types import StorageError, Task, UsageError
 
 if TYPE_CHECKING:
     from batchgen.data.source import InputSet
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
 
 
 def check_output_writable(spec: JobSpec) -> None:

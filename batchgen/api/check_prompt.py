@@ -13,7 +13,7 @@ from batchgen.types import UsageError
 if TYPE_CHECKING:
     from batchgen.data.row import Row
     from batchgen.data.source import InputSet
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
     from batchgen.text.prompt import PromptRenderer
     from batchgen.text.prompt_spec import PromptSpec
     from batchgen.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from batchgen.types import BatchgenError, InputError, StorageError
 
 if TYPE_CHECKING:
     from batchgen.job.faults import Fault, KeyPath
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
 
 # What a sentence is about, whichever check came upon it.
 _ABOUT: dict[type, tuple[str, ...]] = {InputError: ("input", "path"), StorageError: ("output", "path")}

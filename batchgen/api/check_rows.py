@@ -16,7 +16,7 @@ from batchgen.types import InputError, UsageError
 if TYPE_CHECKING:
     from batchgen.data.source import InputSet
     from batchgen.job.selection import Selection
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
 
 
 def check_priority(spec: JobSpec, inputs: InputSet) -> None:

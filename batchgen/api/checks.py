@@ -17,7 +17,7 @@ from batchgen.api.job_model import find_model, find_tokenizer, recorded_commit
 
 if TYPE_CHECKING:
     from batchgen.data.source import InputSet
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
     from batchgen.models.source import ModelSource
     from batchgen.text.prompt_spec import PromptSpec
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from batchgen.api.progress import Display
     from batchgen.job.progress import Progress
     from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
 
 ROWS_FOR_IDS = 10_000
 """`validate` looks at ten times as many; a run must begin within seconds on any input."""

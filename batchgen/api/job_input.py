@@ -9,7 +9,7 @@ from batchgen.types import InputError, UsageError
 if TYPE_CHECKING:
     from batchgen.data.row import Row
     from batchgen.data.source import InputSet
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
     from batchgen.text.prompt_spec import PromptSpec
 
 # Where the rows of an OpenAI batch file carry what its lines say of sampling.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from batchgen.job.fingerprints import ModelFiles
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
     from batchgen.models.source import ModelSource
     from batchgen.text.tokenizer import Tokenizer
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from batchgen.api.checks import Prepared
     from batchgen.api.progress import Display
     from batchgen.job.run_options import JobSetup, Launcher
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
 
 PLACES = ("input.path", "model.path", "model.tokenizer")
 """Where files lie now; what is in them is compared with what the folder belongs to."""

@@ -10,7 +10,7 @@ import click
 from batchgen.cli.options import AS_JSON, JOB, SET, print_json
 
 if TYPE_CHECKING:
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
 
 GENERATION_CONFIG = "the model's generation_config.json"
 NEUTRAL = "neutral value"

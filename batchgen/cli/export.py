@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from batchgen.data.source import InputSet
     from batchgen.job.export import ExportOptions
     from batchgen.job.folder_rows import FolderRows
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
 
 STDOUT = "-"
 

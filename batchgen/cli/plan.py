@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from batchgen.job.plan_rows import Everything, Sample
     from batchgen.job.plan_tokens import TokenCounter
     from batchgen.job.selection import Selection
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
     from batchgen.text.prompt import PromptRenderer
 
 READ = 100_000

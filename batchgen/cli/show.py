@@ -16,7 +16,7 @@ from batchgen.grammar import agreeing, counted
 if TYPE_CHECKING:
     from batchgen.data.row import Row
     from batchgen.data.source import InputSet
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
     from batchgen.sampling.overrides import RowSampling
     from batchgen.text.prompt_spec import PromptSpec
     from batchgen.types import RowError, SamplingParams

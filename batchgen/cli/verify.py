@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from batchgen.data.source import InputSet
     from batchgen.job.fingerprints import Fingerprints
     from batchgen.job.run_options import Launcher
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
     from batchgen.job.verify import VerifyReport
 
 FAULTY = 8

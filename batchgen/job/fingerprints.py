@@ -16,7 +16,7 @@ from typing import Any
 
 from batchgen.job.file_hash import hash_file, hash_files
 from batchgen.job.resolved import resolved_dict
-from batchgen.job.spec import JobSpec
+from batchgen.job.spec.job import JobSpec
 from batchgen.text.tokenizer import fingerprint as tokenizer_fingerprint
 from batchgen.types import Task
 

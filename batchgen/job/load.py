@@ -22,18 +22,12 @@ from batchgen.job.document import Document
 from batchgen.job.faults import JobFileError, KeyPath, dotted, raise_faults, show_value
 from batchgen.job.include import INCLUDE, expand_shorthands, read_layers
 from batchgen.job.paths import resolve_paths
-from batchgen.job.spec import (
-    REQUIRED,
-    SECTIONS,
-    InputSpec,
-    JobSpec,
-    OutputSpec,
-    PromptSection,
-    Rule,
-    SamplingSection,
-    Section,
-    TopSpec,
-)
+from batchgen.job.spec.input import InputSpec
+from batchgen.job.spec.job import REQUIRED, SECTIONS, JobSpec, TopSpec
+from batchgen.job.spec.output import OutputSpec
+from batchgen.job.spec.prompt import PromptSection
+from batchgen.job.spec.sampling import SamplingSection
+from batchgen.job.spec.section import Rule, Section
 from batchgen.job.task_keys import check_task
 from batchgen.job.unavailable import MEANS_OFF, means_off
 from batchgen.job.yaml_loader import parse_document, parse_override, split_key

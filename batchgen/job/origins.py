@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from batchgen.job.faults import KeyPath, dotted
-from batchgen.job.spec import SECTIONS, JobSpec
+from batchgen.job.spec.job import SECTIONS, JobSpec
 
 DEFAULT = "default"
 _VARIABLE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)")

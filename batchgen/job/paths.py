@@ -10,7 +10,11 @@ from batchgen.data.urls import is_url, protocol
 from batchgen.job.document import Document
 from batchgen.job.faults import KeyPath, show_value
 from batchgen.job.object_store import PROTOCOLS
-from batchgen.job.spec import InputSpec, ModelSpec, OutputSpec, PromptSection, Section
+from batchgen.job.spec.input import InputSpec
+from batchgen.job.spec.model import ModelSpec
+from batchgen.job.spec.output import OutputSpec
+from batchgen.job.spec.prompt import PromptSection
+from batchgen.job.spec.section import Section
 
 _TEMPLATE_NAME = re.compile(r"[\w-]{1,64}")
 

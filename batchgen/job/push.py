@@ -18,7 +18,7 @@ from batchgen.grammar import counted
 from batchgen.job.files import atomic_write
 from batchgen.job.folder import JobFolder
 from batchgen.job.parts import PartCommit, recognise_parts
-from batchgen.job.spec import HubTarget
+from batchgen.job.spec.hub_target import HubTarget
 from batchgen.types import StorageError, UsageError
 
 TOKEN = "HF_TOKEN"

@@ -15,7 +15,7 @@ import yaml
 from batchgen.data.urls import shown_url
 from batchgen.job.faults import KeyPath
 from batchgen.job.origins import given_origins
-from batchgen.job.spec import SECTIONS, JobSpec
+from batchgen.job.spec.job import SECTIONS, JobSpec
 from batchgen.job.yaml_loader import CORE_SCALARS, TAG
 
 HEADER = "# This job with every default filled in; written by batchgen, read by `verify`.\n"

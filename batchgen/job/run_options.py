@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from batchgen.job.ids import DuplicatePolicy
     from batchgen.job.parts import Counts
     from batchgen.job.retry import Retry
-    from batchgen.job.spec import JobSpec
+    from batchgen.job.spec.job import JobSpec
     from batchgen.text.prompt_spec import PromptSpec
 
 
@@ -179,7 +179,7 @@ def setup_from_spec(
     from batchgen.data.sink import part_suffix
     from batchgen.job.manifest import revision_name
     from batchgen.job.resolved import resolved_yaml
-    from batchgen.job.spec import part_rows_auto
+    from batchgen.job.spec.job import part_rows_auto
     from batchgen.types import Task
 
     return JobSetup(

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from batchgen.job.include import INCLUDE, SHORTHAND
-from batchgen.job.spec import REQUIRED, SECTIONS, Rule, Section, TopSpec
+from batchgen.job.spec.job import REQUIRED, SECTIONS, TopSpec
+from batchgen.job.spec.section import Rule, Section
 from batchgen.job.unavailable import MEANS_OFF
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"

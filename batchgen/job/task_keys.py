@@ -9,7 +9,9 @@ from typing import Any
 
 from batchgen.job.document import Document
 from batchgen.job.faults import KeyPath, dotted
-from batchgen.job.spec import EmbeddingSection, SamplingSection, Section
+from batchgen.job.spec.embedding import EmbeddingSection
+from batchgen.job.spec.sampling import SamplingSection
+from batchgen.job.spec.section import Section
 from batchgen.types import Task
 
 _OF_ANSWERS = ("output_token_ids", "seed", "logprobs", "prompt_logprobs")

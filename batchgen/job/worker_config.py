@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchgen.data.row_result import INCLUDED
-from batchgen.job.spec import JobSpec
+from batchgen.job.spec.job import JobSpec
 from batchgen.text.prompt_spec import PromptSpec
 
 

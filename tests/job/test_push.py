@@ -22,7 +22,7 @@ from batchgen.types import UsageError
 TOKEN = "hf_secret"
 PUSH = (
     "import json, sys; from pathlib import Path; from batchgen.job.push import push_folder;"
-    "from batchgen.job.spec import HubTarget; from batchgen.types import BatchgenError\n"
+    "from batchgen.job.spec.hub_target import HubTarget; from batchgen.types import BatchgenError\n"
     "try: push_folder(Path(sys.argv[1]), HubTarget(**json.loads(sys.argv[2])), sys.argv[3], print)\n"
     "except BatchgenError as error: print(error); sys.exit(error.exit_code)"
 )

@@ -9,7 +9,7 @@ import pytest
 
 from batchgen.job.load import load_job
 from batchgen.job.run_options import options_from_spec
-from batchgen.job.spec import JobSpec
+from batchgen.job.spec.job import JobSpec
 
 
 @pytest.fixture

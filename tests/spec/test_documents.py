@@ -15,7 +15,7 @@ from batchgen.job.fingerprints import ModelFiles, fingerprint
 from batchgen.job.include import INCLUDE
 from batchgen.job.load import load_job
 from batchgen.job.resolved import resolved_dict
-from batchgen.job.spec import SECTIONS, TopSpec
+from batchgen.job.spec.job import SECTIONS, TopSpec
 from batchgen.promise import PROMISES, STORED
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from job_files import SMALLEST
 
 from batchgen.job.faults import JobFileError
 from batchgen.job.load import load_job
-from batchgen.job.spec import JobSpec
+from batchgen.job.spec.job import JobSpec
 from batchgen.types import UsageError
 
 WriteFile = Callable[[str, str], None]

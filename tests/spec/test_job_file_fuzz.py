@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 from batchgen.job.load import load_job
 from batchgen.job.resolved import resolved_yaml
 from batchgen.job.schema import job_schema
-from batchgen.job.spec import SECTIONS
+from batchgen.job.spec.job import SECTIONS
 from batchgen.job.unavailable import MEANS_OFF
 from batchgen.job.yaml_loader import parse_document
 from batchgen.types import UsageError

@@ -9,7 +9,7 @@ from job_files import SMALLEST, Write
 
 from batchgen.job.load import Override, load_job
 from batchgen.job.resolved import resolved_yaml
-from batchgen.job.spec import part_rows_auto
+from batchgen.job.spec.job import part_rows_auto
 from batchgen.types import UsageError
 
 FULL = Path(__file__).parent / "full_job.yaml"

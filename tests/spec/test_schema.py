@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from batchgen.cli.main import main
 from batchgen.job.load import load_job
 from batchgen.job.schema import job_schema
-from batchgen.job.spec import SECTIONS, TopSpec
+from batchgen.job.spec.job import SECTIONS, TopSpec
 from batchgen.job.unavailable import MEANS_OFF
 from batchgen.job.yaml_loader import parse_document
 from batchgen.types import UsageError
