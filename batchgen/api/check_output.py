@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchgen.grammar import counted
 from batchgen.types import StorageError, Task, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def check_output_writable(spec: JobSpec) -> None:
     free = shutil.disk_usage(existing).free
     if free < spec.run.min_free_disk:
         raise StorageError(
-            f"output.path: {existing} has {free:,} bytes free and run.min_free_disk asks for "
+            f"output.path: {existing} has {counted(free, 'byte')} free and run.min_free_disk asks for "
             f"{spec.run.min_free_disk:,}; free some space or lower run.min_free_disk"
         )
 

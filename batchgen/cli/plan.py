@@ -292,12 +292,12 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
         about += "at least "
     lengths = tokens["prompt_lengths"]
     yield (
-        f"prompts   {about}{_number(tokens['prompt'])} tokens in all; a row has "
+        f"prompts   {about}{_tokens(tokens['prompt'])} in all; a row has "
         f"{lengths['mean']:,.0f} in the mean, {lengths['p50']:,.0f} in the median, "
         f"{lengths['max']:,.0f} at most"
     )
     expected = tokens["output_expected"]
-    yield f"outputs   at most {_number(tokens['output_at_most'])} tokens" + (
+    yield f"outputs   at most {_tokens(tokens['output_at_most'])}" + (
         "" if expected is None else f", {_number(expected)} if they are as long as those that are done"
     )
     if tokens["shared_prefix_share"] is not None:
@@ -324,8 +324,8 @@ def _finding_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     else:
         yield (
             f"context   {counted(long['max_model_len'], 'token')}; {long['found']:,} of "
-            f"{long['among_rows']:,} "
-            "prompts are too long" + (f" and {long['they']}" if long["found"] else "")
+            f"{counted(long['among_rows'], 'prompt')} {agreeing(long['found'], 'is', 'are')} too long"
+            + (f" and {long['they']}" if long["found"] else "")
         )
     for example in long["examples"]:
         yield f"          row {example['row']:,} has {counted(example['tokens'], 'token')}"
@@ -376,3 +376,7 @@ def _resume_lines(plan: Mapping[str, Any]) -> Iterator[str]:
 
 def _number(value: float | None) -> str:
     return "an unknown number of" if value is None else f"{value:,}"
+
+
+def _tokens(number: int | None) -> str:
+    return "an unknown number of tokens" if number is None else counted(number, "token")

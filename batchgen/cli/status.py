@@ -178,7 +178,8 @@ def _speed(status: JobStatus) -> list[str]:
         f"rate      {status.rows_per_second:,.2f} rows/s, {status.prompt_tokens_per_second:,.0f} tok/s in, "
         f"{status.output_tokens_per_second:,.0f} out{hits}, ETA {clock(status.eta_seconds)}",
         f"engine    {progress.get('state', 'starting')}: {counted(progress.get('running', 0), 'row')} "
-        f"running, {progress.get('waiting', 0):,} waiting, {progress.get('preemptions', 0):,} preemptions",
+        f"running, {progress.get('waiting', 0):,} waiting, "
+        f"{counted(progress.get('preemptions', 0), 'preemption')}",
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from batchgen.core.block_hash import BlockKey
+from batchgen.grammar import counted
 
 
 class KVCacheBlock:
@@ -60,7 +61,7 @@ class FreeKVCacheBlockQueue:
             IndexError: fewer than `n` are free; nothing is taken.
         """
         if n > self.num_free:
-            raise IndexError(f"{n} free blocks wanted, {self.num_free} there")
+            raise IndexError(f"{counted(n, 'free block')} wanted, {self.num_free} there")
         taken: list[KVCacheBlock] = []
         block = self._head.next_free_block
         for _ in range(n):
@@ -112,7 +113,7 @@ class FreeKVCacheBlockQueue:
             count += 1
             assert count <= self.num_free, "the free queue is longer than its count"
         assert self._tail.prev_free_block is before, "broken link at the end of the free queue"
-        assert count == self.num_free, f"{count} blocks queued, {self.num_free} counted"
+        assert count == self.num_free, f"{counted(count, 'block')} queued, {self.num_free} counted"
 
     def _insert(self, before: KVCacheBlock, blocks: Sequence[KVCacheBlock], after: KVCacheBlock) -> None:
         for block in blocks:

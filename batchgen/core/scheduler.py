@@ -17,6 +17,7 @@ from batchgen.core.kv_spec import KVCacheConfig
 from batchgen.core.state_dump import describe
 from batchgen.core.stats import SchedulerStats
 from batchgen.core.waiting_queue import WaitingQueue
+from batchgen.grammar import counted
 from batchgen.types import EngineError, ErrorClass, Request, RequestState, RowFailure
 
 
@@ -309,7 +310,9 @@ class Scheduler:
             assert 0 < request.num_computed_tokens <= request.num_tokens
             expected = -(-request.num_computed_tokens // self.manager.block_size)
             for ids in self.manager.block_ids(request):
-                assert len(ids) == expected, f"request {request.request_id}: {len(ids)} blocks for {expected}"
+                assert len(ids) == expected, (
+                    f"request {request.request_id}: {counted(len(ids), 'block')} for {expected}"
+                )
 
     def _accept(self, request: Request) -> None:
         if request.request_id in self.requests:
@@ -328,7 +331,7 @@ class Scheduler:
             room = ", which leaves no room for an answer" if request.generates else ""
             raise RowFailure(
                 ErrorClass.CONTEXT_LENGTH,
-                f"the row has {request.num_tokens} tokens and max_model_len is {limit}{room}; "
+                f"the row has {counted(request.num_tokens, 'token')} and max_model_len is {limit}{room}; "
                 "shorten the prompt or raise max_model_len",
             )
         longest = min(request.max_total_tokens, self._most_tokens(request))
@@ -336,8 +339,8 @@ class Scheduler:
         if self.manager.peak_blocks(longest) > self.manager.pool.num_usable:
             raise RowFailure(
                 ErrorClass.CONTEXT_LENGTH,
-                f"the row has {request.num_tokens} tokens and may grow to {longest}, more than the whole "
-                "cache holds; shorten the prompt, lower max_tokens, or give the cache more memory",
+                f"the row has {counted(request.num_tokens, 'token')} and may grow to {longest:,}, more than "
+                "the whole cache holds; shorten the prompt, lower max_tokens, or give the cache more memory",
             )
 
     def _most_tokens(self, request: Request) -> int:
@@ -386,8 +389,9 @@ class Scheduler:
         missing = request.num_tokens - request.num_computed_tokens
         if missing < 1 or request.num_tokens > self._most_tokens(request):
             raise EngineError(
-                f"request {request.request_id} has {request.num_tokens} tokens, {missing} of them to "
-                f"compute, and max_model_len is {self.config.max_model_len}; it should have been finished"
+                f"request {request.request_id} has {counted(request.num_tokens, 'token')}, {missing:,} of "
+                f"them to compute, and max_model_len is {self.config.max_model_len}; it should have been "
+                "finished"
             )
         return missing
 

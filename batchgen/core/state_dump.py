@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from batchgen.grammar import counted
 from batchgen.types import Request
 
 if TYPE_CHECKING:
@@ -19,8 +20,9 @@ def describe(scheduler: Scheduler) -> str:
     manager = scheduler.manager
     pool = manager.pool
     return (
-        f"{scheduler.config}; pool: {pool.num_used} of {pool.num_usable} blocks of {manager.block_size} "
-        f"tokens used, {manager.num_reserved} set aside, {len(pool.index)} names; "
+        f"{scheduler.config}; pool: {pool.num_used} of {pool.num_usable} blocks of "
+        f"{counted(manager.block_size, 'token')} used, {manager.num_reserved} set aside, "
+        f"{counted(len(pool.index), 'name')}; "
         f"running {scheduler.num_running}: {_requests(scheduler.running.values())}; "
         f"waiting {scheduler.num_waiting}: {_requests(scheduler.waiting)}"
     )
@@ -34,6 +36,6 @@ def _requests(requests: Iterable[Request]) -> str:
 def _request(request: Request) -> str:
     return (
         f"{request.request_id} (arrival {request.sequence_number}, {request.num_computed_tokens} of "
-        f"{request.num_tokens} tokens computed, at most {request.max_total_tokens}, priority "
-        f"{request.priority}, preempted {request.num_preemptions} times)"
+        f"{counted(request.num_tokens, 'token')} computed, at most {request.max_total_tokens}, priority "
+        f"{request.priority}, preempted {counted(request.num_preemptions, 'time')})"
     )

@@ -18,6 +18,7 @@ import zstandard
 from batchgen.data.input_file import InputFile
 from batchgen.data.raw_file import open_raw
 from batchgen.data.read_ahead import ReadAhead
+from batchgen.grammar import counted
 from batchgen.types import InputError
 
 CHUNK_BYTES = 256 * 1024
@@ -75,8 +76,8 @@ class _Source:
         data = self.raw.read_at(self.offset, max(0, min(self.raw.block_bytes, self.size - self.offset)))
         if not data and self.offset < self.size:
             raise InputError(
-                f"{self.path}: ends at byte {self.offset} but had {self.size:,} bytes when the job started; "
-                "restore it, and do not change input files while a job runs"
+                f"{self.path}: ends at byte {self.offset} but had {counted(self.size, 'byte')} when the job "
+                "started; restore it, and do not change input files while a job runs"
             )
         self.offset += len(data)
         return data

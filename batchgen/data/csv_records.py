@@ -23,6 +23,7 @@ from batchgen.data.input_file import InputFile
 from batchgen.data.line_reader import Line, LineReader, too_long
 from batchgen.data.row import digest
 from batchgen.data.text_reader import BOM, Record
+from batchgen.grammar import counted
 from batchgen.types import ErrorClass, InputError, RowFailure, UsageError
 
 DELIMITERS = (b",", b";", b"\t")
@@ -180,7 +181,7 @@ class CsvDecoder:
         if len(record.fields) != len(self._names):
             raise RowFailure(
                 ErrorClass.INVALID_CSV,
-                f"the record has {len(record.fields)} fields and the header {len(self._names)}; "
+                f"the record has {counted(len(record.fields), 'field')} and the header {len(self._names)}; "
                 "quote a field that holds the delimiter",
             )
         notes: tuple[str, ...] = ()
@@ -215,7 +216,7 @@ def _header(lines: LineReader, file: InputFile) -> Header:
         data = line.data
         if data is None:
             raise UsageError(
-                f"input.path: {file.path} has a first line of {line.length:,} bytes, no CSV header; "
+                f"input.path: {file.path} has a first line of {counted(line.length, 'byte')}, no CSV header; "
                 "give a CSV file, or say what it is in input.format"
             )
         if number == 1 and data.startswith(BOM):

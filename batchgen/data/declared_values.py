@@ -35,6 +35,7 @@ import numpy as np
 from batchgen.data.declared_types import Declared, read_type
 from batchgen.data.exact_json import ExactFloat, encode
 from batchgen.data.row import Row
+from batchgen.grammar import counted
 from batchgen.types import ErrorClass, RowError, RowFailure
 
 _Convert = Callable[[Any], Any]
@@ -334,7 +335,7 @@ def _decimal(value: Any, precision: int, scale: int) -> Decimal:
     stripped = written.rstrip("0")
     exponent += len(written) - len(stripped)
     if stripped and -exponent > scale:
-        raise _Misfit(f"it has more than {scale} digits behind the point")
+        raise _Misfit(f"it has more than {counted(scale, 'digit')} behind the point")
     if stripped and len(stripped) + exponent > precision - scale:
         raise _Misfit(out_of_range=True)
     return Decimal((sign, tuple(map(int, stripped)), exponent)) if stripped else Decimal(0)

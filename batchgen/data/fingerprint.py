@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from batchgen.data.input_file import InputFile
+from batchgen.grammar import counted
 
 _WHEN = ("mtime_ns", "version")
 _LINES = ("jsonl", "csv", "openai_batch")
@@ -121,7 +122,7 @@ def _file_changes(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> 
     changed = [key for key in keys if old.get(key) != new.get(key)]
     words = {
         "compression": f"compression was {old['compression']}, is {new['compression']}",
-        "size": f"size was {old['size']:,} bytes, is {new['size']}",
+        "size": f"size was {counted(old['size'], 'byte')}, is {new['size']:,}",
         "footer": "the Parquet footer (schema or row groups) differs",
         "mtime_ns": "was modified since (its time stamp differs)",
         "version": f"version (etag or time stamp) was {old.get('version')}, is {new.get('version')}",

@@ -25,6 +25,7 @@ from batchgen.data.record_columns import result_arrays
 from batchgen.data.record_lines import liner
 from batchgen.data.results import OutputPlan, RowResult
 from batchgen.data.row import DIGEST_BYTES, Row
+from batchgen.grammar import counted
 from batchgen.types import StorageError
 
 GROUP_ROWS = 1000
@@ -328,6 +329,6 @@ class HashingFile(io.RawIOBase):
             yield
         except OSError as e:
             raise StorageError(
-                f"{self._path}: cannot be written after {self.size:,} bytes: {e.strerror}; free space or fix "
-                "the permission, then run the same command again"
+                f"{self._path}: cannot be written after {counted(self.size, 'byte')}: {e.strerror}; free "
+                "space or fix the permission, then run the same command again"
             ) from e

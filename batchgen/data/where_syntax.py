@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from batchgen.grammar import counted
 from batchgen.types import UsageError
 
 MAX_LENGTH = 10_000
@@ -309,8 +310,8 @@ class _Parser:
         self.need(")")
         least, most = FUNCTIONS[function]
         if not least <= len(arguments) <= most:
-            count = f"{least}" if least == most else f"{least} to {most}"
-            fail_at(self.text, name.at, f"{function} takes {count} arguments, not {len(arguments)}")
+            count = counted(least, "argument") if least == most else f"{least} to {most} arguments"
+            fail_at(self.text, name.at, f"{function} takes {count}, not {len(arguments)}")
         return Operation(name.at, function, tuple(arguments))
 
     def _literal(self) -> Literal | None:

@@ -32,6 +32,7 @@ from batchgen.engine.output_check import EXACT, ROUNDED, check_output
 from batchgen.engine.reading import Labels
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.step_memory import SCRATCH_BLOCKS, largest_step
+from batchgen.grammar import counted
 from batchgen.models.activations import make_activations_rowwise
 from batchgen.models.experts import make_experts_rowwise
 from batchgen.models.footprint import mapped_bytes, weight_bytes
@@ -269,7 +270,7 @@ def _budget(
         available=available // config.sharers,
         weights=weight_bytes(loaded.model),
         step=step.total,
-        step_name=f"{config.max_num_batched_tokens:,} tokens, {config.max_num_seqs:,} sampled",
+        step_name=f"{counted(config.max_num_batched_tokens, 'token')}, {config.max_num_seqs:,} sampled",
     )
 
 
@@ -292,11 +293,12 @@ def _invariance_note(promised: Promise, config: EngineConfig, invariant: bool) -
     if invariant:
         return f"batch-invariant: {SAME}"
     if promised.required:
+        assert config.num_threads is not None
         raise UsageError(
             "engine.deterministic: true asks that a row has the same bits in every batch, and the check at "
-            f"load found that this model has not, in {config.dtype} with {config.num_threads} threads and "
-            f"engine.attention: {config.attention} on this machine; use engine.deterministic: auto, or "
-            "attention: auto with model.dtype: float32"
+            f"load found that this model has not, in {config.dtype} with "
+            f"{counted(config.num_threads, 'thread')} and engine.attention: {config.attention} on this "
+            "machine; use engine.deterministic: auto, or attention: auto with model.dtype: float32"
         )
     return f"not batch-invariant: {VARIES}"
 

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from batchgen.core.kv_layout import KVCacheLayout
+from batchgen.grammar import agreeing, counted
 from batchgen.types import UsageError
 
 AUTO_SHARE = 0.25
@@ -54,10 +55,10 @@ class CacheShape:
         layers = sum(len(group.layers) for group in groups)
         held = sum(group.peak_blocks(num_tokens, self.block_size, self.max_chunk) for group in groups)
         padding = sum(map(self.layout.padding, ids)) / len(ids) / self.layout.block_bytes
-        sees = "all tokens" if window is None else f"the last {window:,} tokens"
+        sees = "all tokens" if window is None else f"the last {counted(window, 'token')}"
         return (
-            f"  layers that keep {sees}: {layers} (groups: {len(ids)}), at most {held:,} blocks a sequence, "
-            f"{padding:.0%} padding"
+            f"  layers that keep {sees}: {layers} (groups: {len(ids)}), at most {counted(held, 'block')} a "
+            f"sequence, {padding:.0%} padding"
         )
 
 
@@ -107,12 +108,13 @@ class MemoryPlan:
             _entry(
                 "KV cache",
                 cache,
-                f"{self.num_blocks:,} blocks of {self.shape.block_size} tokens, "
+                f"{counted(self.num_blocks, 'block')} of {counted(self.shape.block_size, 'token')}, "
                 f"{block / 2**10:,.1f} KiB each",
             ),
             _entry("left", budget.for_cache - cache, f"of {budget.available / 2**20:,.0f} after the weights"),
             *self.shape.lines(self.max_model_len),
-            f"longest sequence {self.max_model_len:,} tokens, which take {each:,} blocks: room for "
+            f"longest sequence {counted(self.max_model_len, 'token')}, which "
+            f"{agreeing(self.max_model_len, 'takes', 'take')} {counted(each, 'block')}: room for "
             f"{(self.num_blocks - 1) / each:,.1f}",
             *([] if self.asked_for else self._shortened()),
         ]
@@ -121,8 +123,8 @@ class MemoryPlan:
         if self.max_model_len >= self.context:
             return []
         return [
-            f"the model was made for {self.context:,} tokens; longer rows than {self.max_model_len:,} become "
-            "errors (raise engine.kv_cache_memory or set model.max_model_len)"
+            f"the model was made for {counted(self.context, 'token')}; longer rows than "
+            f"{self.max_model_len:,} become errors (raise engine.kv_cache_memory or set model.max_model_len)"
         ]
 
 
@@ -178,19 +180,21 @@ def plan_memory(
     """
     if max_model_len is not None and max_model_len > context:
         raise UsageError(
-            f"model.max_model_len: {max_model_len:,} is more than the {context:,} tokens the model was made "
-            f"for; use {context:,} or less"
+            f"model.max_model_len: {max_model_len:,} is more than the {counted(context, 'token')} the model "
+            f"was made for; use {context:,} or less"
         )
     if budget.for_cache == 0:
         raise UsageError(
-            f"engine.max_num_batched_tokens: the largest step ({budget.step_name}) needs {budget.step:,} "
-            f"bytes and {budget.available:,} are available; lower it or engine.max_num_seqs"
+            f"engine.max_num_batched_tokens: the largest step ({budget.step_name}) needs "
+            f"{counted(budget.step, 'byte')} and {budget.available:,} are available; lower it or "
+            "engine.max_num_seqs"
         )
     if kv_cache_memory is not None and kv_cache_memory > budget.for_cache:
         raise UsageError(
-            f"engine.kv_cache_memory: {kv_cache_memory:,} bytes are asked for and {budget.for_cache:,} are "
-            f"available beside a step ({budget.step_name}: {budget.step:,}); ask for less, leave it out, or "
-            "lower engine.max_num_batched_tokens or engine.max_num_seqs"
+            f"engine.kv_cache_memory: {counted(kv_cache_memory, 'byte')} "
+            f"{agreeing(kv_cache_memory, 'is', 'are')} asked for and {budget.for_cache:,} are available "
+            f"beside a step ({budget.step_name}: {budget.step:,}); ask for less, leave it out, or lower "
+            "engine.max_num_batched_tokens or engine.max_num_seqs"
         )
     wanted_len = max_model_len or context
     block_bytes = shape.layout.block_bytes
@@ -205,9 +209,10 @@ def plan_memory(
     least = max(wanted_len, shape.block_size)
     if shape.blocks(least) > num_blocks - 1:
         raise UsageError(
-            f"engine.kv_cache_memory: {room:,} bytes hold {longest:,} tokens, but one sequence of "
-            f"{least:,} tokens needs {(shape.blocks(least) + 1) * block_bytes:,}; "
-            "raise engine.kv_cache_memory or lower model.max_model_len"
+            f"engine.kv_cache_memory: {counted(room, 'byte')} {agreeing(room, 'holds', 'hold')} "
+            f"{counted(longest, 'token')}, but one sequence of {counted(least, 'token')} needs "
+            f"{(shape.blocks(least) + 1) * block_bytes:,}; raise engine.kv_cache_memory or lower "
+            "model.max_model_len"
         )
     return MemoryPlan(num_blocks, shape, wanted_len, budget, context, max_model_len is not None)
 

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from batchgen.grammar import counted
 from batchgen.types import StorageError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -133,7 +134,7 @@ def storage_error(path: Path | str, error: OSError, needed: int = 0, action: str
     """
     reason = error.strerror or type(error).__name__
     if error.errno in _FULL:
-        remedy = f"free at least {needed:,} bytes there" if needed else "free some space there"
+        remedy = f"free at least {counted(needed, 'byte')} there" if needed else "free some space there"
         if error.errno == errno.EDQUOT:
             remedy = f"{remedy}, or have the quota raised"
     elif error.errno == errno.EROFS:

@@ -14,6 +14,7 @@ from typing import Any
 
 from batchgen.cache import cache_dir
 from batchgen.data.urls import protocol, shown_text, shown_url
+from batchgen.grammar import counted
 from batchgen.types import BatchgenError, StorageError, UsageError
 
 _SAID = 300
@@ -119,7 +120,7 @@ class ObjectStore:
             raise
         except Exception as error:
             reason = shown_text(" ".join(str(error).split()))[:_SAID] or type(error).__name__
-            size = f" ({needed:,} bytes)" if needed else ""
+            size = f" ({counted(needed, 'byte')})" if needed else ""
             raise StorageError(
                 f"{self.url}/{name}: cannot be {action}{size}: {reason}; check the address, the network and "
                 "the credentials in the environment, then run the same command again (finished rows are kept)"

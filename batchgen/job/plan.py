@@ -18,11 +18,11 @@ from batchgen.job.plan_tokens import TokenScan
 BYTES_PER_TOKEN = 4
 ROW_BYTES = 100
 OVERFLOW = {
-    "error": "become error rows (context_length)",
-    "skip": "are skipped",
-    "truncate_left": "lose their beginning",
-    "truncate_right": "lose their end",
-    "truncate_middle": "lose their middle",
+    "error": ("becomes an error row (context_length)", "become error rows (context_length)"),
+    "skip": ("is skipped", "are skipped"),
+    "truncate_left": ("loses its beginning", "lose their beginning"),
+    "truncate_right": ("loses its end", "lose their end"),
+    "truncate_middle": ("loses its middle", "lose their middle"),
 }
 
 
@@ -154,7 +154,7 @@ def _too_long(outlook: Outlook, total: int | None) -> dict[str, Any]:
         "among_rows": tokens.rows,
         "estimated": _scaled(tokens.too_long, tokens.rows, scan.readable, scan.read, total),
         "overflow": outlook.overflow,
-        "they": OVERFLOW[outlook.overflow],
+        "they": agreeing(tokens.too_long, *OVERFLOW[outlook.overflow]),
         "examples": [{"row": row, "tokens": count} for row, count in tokens.too_long_examples],
     }
 
@@ -213,11 +213,12 @@ def _seconds(outlook: Outlook, rows: Mapping[str, Any], tokens: Mapping[str, Any
 
 def _warnings(outlook: Outlook, plan: Mapping[str, Any]) -> list[str]:
     found = []
-    if outlook.tokens.too_long:
+    too_long = outlook.tokens.too_long
+    if too_long and outlook.max_model_len is not None:
         found.append(
-            f"{outlook.tokens.too_long:,} of {counted(outlook.tokens.rows, 'prompt')} "
-            f"{agreeing(outlook.tokens.too_long, 'leaves', 'leave')} no room to answer in "
-            f"{outlook.max_model_len:,} tokens and {OVERFLOW[outlook.overflow]}"
+            f"{too_long:,} of {counted(outlook.tokens.rows, 'prompt')} "
+            f"{agreeing(too_long, 'leaves', 'leave')} no room to answer in "
+            f"{counted(outlook.max_model_len, 'token')} and {agreeing(too_long, *OVERFLOW[outlook.overflow])}"
         )
     failing = sum(error["found"] for error in plan["errors"])
     if failing and failing >= outlook.scan.read:
@@ -225,7 +226,7 @@ def _warnings(outlook: Outlook, plan: Mapping[str, Any]) -> list[str]:
     disk = plan["disk"]
     if disk["needed"] is not None and disk["needed"] + disk["kept_free"] > disk["free"]:
         found.append(
-            f"the output may take {disk['needed']:,} bytes and {disk['free']:,} are free, of which "
+            f"the output may take {counted(disk['needed'], 'byte')} and {disk['free']:,} are free, of which "
             f"run.min_free_disk keeps {disk['kept_free']:,}"
         )
     if plan["rows"]["total"] == 0:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from batchgen.data.source import InputSet
-from batchgen.grammar import each_of
+from batchgen.grammar import agreeing, counted, each_of
 from batchgen.job.attempts import Attempt
 from batchgen.job.claims import Claims
 from batchgen.job.collector import rare_collections
@@ -136,8 +136,9 @@ def _check_space(folder: JobFolder, least: int) -> None:
     free = shutil.disk_usage(folder.root).free
     if free < least:
         raise StorageError(
-            f"{folder.root}: {free:,} bytes are free and run.min_free_disk asks for {least:,}; "
-            "free some space or lower run.min_free_disk, then run the same command again"
+            f"{folder.root}: {counted(free, 'byte')} {agreeing(free, 'is', 'are')} free and "
+            f"run.min_free_disk asks for {least:,}; free some space or lower run.min_free_disk, then run the "
+            "same command again"
         )
 
 
@@ -328,7 +329,7 @@ def _complete(counts: Counts, options: RunOptions, reason: str) -> RunResult:
     if allowed is not None and counts.error > allowed:
         return RunResult(
             TOO_MANY_ERRORS,
-            f"{reason}, and {counts.error:,} are errors, more than run.max_errors ({most}) allows",
+            f"{reason}, {counts.error:,} of them an error, more than run.max_errors ({most}) allows",
             counts,
         )
     failed = f", {counts.error:,} of them an error" if counts.error else ""

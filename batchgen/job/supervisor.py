@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from batchgen.data.row import Row
+from batchgen.grammar import agreeing, counted
 from batchgen.job.assembly_thread import AssemblyThread
 from batchgen.job.attempts import Attempt
 from batchgen.job.dispatch import Dispatcher
@@ -409,9 +410,9 @@ class Supervisor:
         free = shutil.disk_usage(self._job.folder.root).free
         if free < self._options.min_free_disk:
             error = StorageError(
-                f"{self._job.folder.root}: {free:,} bytes are free, less than run.min_free_disk "
-                f"({self._options.min_free_disk:,}); free some space, then run the same command again "
-                "(finished rows are kept)"
+                f"{self._job.folder.root}: {counted(free, 'byte')} {agreeing(free, 'is', 'are')} free, less "
+                f"than run.min_free_disk ({self._options.min_free_disk:,}); free some space, then run the "
+                "same command again (finished rows are kept)"
             )
             self._begin_stop(str(error), error, drain=False)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from batchgen.grammar import agreeing, counted
 from batchgen.job.canary import find_canary
 from batchgen.job.dispatch import Dispatcher
 from batchgen.job.poison import Suspects
@@ -87,7 +88,7 @@ class WorkerDeaths:
         if self._barren >= MAX_BARREN_DEATHS:
             tail = "\n  ".join(["its last words:", *lines]) if lines else "it said nothing"
             raise EngineError(
-                f"{what}, {self._barren} times in a row without a single new result; try less "
+                f"{what}, {counted(self._barren, 'time')} in a row without a single new result; try less "
                 f"memory (engine.max_num_seqs, engine.kv_cache_memory) or another node; {tail}"
             )
         self._say(f"{what}; {self._take_back(worker)}")
@@ -104,13 +105,13 @@ class WorkerDeaths:
             return self._died_apart(rows, in_step)
         if not self._find_guilty or not rows:
             self._pool.put_back(rows)
-            return f"starting another, which gets its {len(rows)} rows again"
+            return f"starting another, which gets its {counted(len(rows), 'row')} again"
         if self._suspects.canary is None and (known := find_canary(self._job, self._columns)) is not None:
             self._suspects.finished(*known)
         self._suspects.accuse(rows, in_step)
         return (
-            f"starting another; its {len(rows)} rows run again apart from others, to find out whether one "
-            "of them kills the engine"
+            f"starting another; its {counted(len(rows), 'row')} {agreeing(len(rows), 'runs', 'run')} again "
+            "apart from others, to find out whether one of them kills the engine"
         )
 
     def _died_apart(self, rows: list[Pending], in_step: set[int]) -> str:
@@ -119,7 +120,9 @@ class WorkerDeaths:
             return "starting another, because no suspected row was with it"
         guilty = self._suspects.died(rows, in_step)
         if guilty is None:
-            return f"starting another; {len(rows)} rows are suspected"
+            return (
+                f"starting another; {counted(len(rows), 'row')} {agreeing(len(rows), 'is', 'are')} suspected"
+            )
         self._convictions += 1
         if self._convictions > MAX_CONVICTIONS_IN_A_ROW:
             raise EngineError(

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from batchgen.grammar import counted
 from batchgen.models.probe import LayerAttention
 
 
@@ -31,6 +32,6 @@ def latent_notes(config: PretrainedConfig, layers: Sequence[LayerAttention], ite
     expanded = itemsize * sum(s.num_kv_heads * (s.head_size + s.v_head_size) for s in specs)
     latent = itemsize * len(layers) * (rank + rotated)
     return [
-        f"latent attention: its keys and values are cached expanded, {expanded:,} bytes a token; "
-        f"their latents would take {latent:,}, which would save {expanded - latent:,} bytes a token"
+        f"latent attention: its keys and values are cached expanded, {counted(expanded, 'byte')} a token; "
+        f"their latents would take {latent:,}, which would save {counted(expanded - latent, 'byte')} a token"
     ]

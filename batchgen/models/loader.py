@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from batchgen.grammar import counted
 from batchgen.models.attention import ATTENTION_NAME, register_attention
 from batchgen.models.source import CONTEXT_LENGTHS
 from batchgen.types import Task, UsageError
@@ -155,7 +156,7 @@ def load_model(
     missing = sorted(info["missing_keys"])
     if missing:
         raise UsageError(
-            f"model.path: {folder} lacks {len(missing)} weights that its configuration asks for, "
+            f"model.path: {folder} lacks {counted(len(missing), 'weight')} that its configuration asks for, "
             f"such as {missing[0]}; download it again"
         )
     if info["unexpected_keys"]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from batchgen.grammar import counted
 from batchgen.models.forward_context import forward_context
 from batchgen.models.mask_probe import OwnMaskError, SeenMasks, seen_masks
 from batchgen.models.refusals import refusal
@@ -152,6 +153,7 @@ def probe_model(model: PreTrainedModel) -> list[LayerAttention]:
     layers = config.num_hidden_layers
     if sorted(recorder.layers) != list(range(layers)) or recorder.calls != layers:
         raise refusal(
-            f"{len(recorder.layers)} of its {layers} layers call attention, in {recorder.calls} calls"
+            f"{len(recorder.layers)} of its {counted(layers, 'layer')} called attention, in "
+            f"{counted(recorder.calls, 'call')}"
         )
     return [recorder.layers[i] for i in range(layers)]

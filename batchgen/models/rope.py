@@ -16,6 +16,8 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from batchgen.grammar import counted
+
 _CHANGING = ("dynamic", "longrope")
 
 
@@ -78,8 +80,9 @@ def _note(config: PretrainedConfig, kind: str, layer_type: str | None, length: i
     parameters = dict(rope_parameters(config))[layer_type]
     original = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
     if length <= original:
-        return f"rope: {kind}, as for sequences of up to {original:,} tokens, for every row"
+        return f"rope: {kind}, as for sequences of up to {counted(original, 'token')}, for every row"
     return (
-        f"rope: {kind}, pinned as for sequences of {length:,} tokens (model.max_model_len) for every row; "
-        f"short rows may do better with model.max_model_len: {original} or less, for the original frequencies"
+        f"rope: {kind}, pinned as for sequences of {counted(length, 'token')} (model.max_model_len) for "
+        f"every row; short rows may do better with model.max_model_len: {original} or less, for the original "
+        "frequencies"
     )

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from batchgen.grammar import counted
 from batchgen.types import UsageError
 
 SAFETENSORS = "model.safetensors"
@@ -74,8 +75,8 @@ def weight_files(folder: Path, allow_pickle: bool, what: str) -> list[Path]:
     missing = [shard for shard in names if not (folder / shard).is_file()]
     if missing:
         raise UsageError(
-            f"{what} lacks {len(missing)} of {len(names)} files with weights, such as {missing[0]}; "
-            "finish the download"
+            f"{what} lacks {len(missing)} of {counted(len(names), 'file')} with weights, such as "
+            f"{missing[0]}; finish the download"
         )
     for shard in names:
         if shard.endswith(".safetensors"):
@@ -98,5 +99,6 @@ def _check_length(file: Path, what: str) -> None:
         raise UsageError(f"{what}: {file.name} is not a safetensors file; download it again") from error
     if found != whole:
         raise UsageError(
-            f"{what}: {file.name} has {found:,} bytes and its header speaks of {whole:,}; download it again"
+            f"{what}: {file.name} has {counted(found, 'byte')} and its header speaks of {whole:,}; download "
+            "it again"
         )

@@ -385,8 +385,8 @@ class PromptRenderer:
         if self.spec.overflow in ("error", "skip"):
             raise _over(
                 self.spec.overflow,
-                f"context and continuation have {len(context) + len(continuation)} tokens and the context "
-                f"holds {most}; shorten them or raise model.max_model_len",
+                f"context and continuation have {counted(len(context) + len(continuation), 'token')} and the "
+                f"context holds {most}; shorten them or raise model.max_model_len",
             )
         kept = fit_context(context, continuation, most, self.spec.overflow, self.tokenizer.bos_token_id)
         draft.token_ids, draft.truncated_tokens = kept, len(context) - len(kept)

@@ -35,7 +35,7 @@ WRONG = [
     ("a ; b", "';' means nothing here, at character 3:"),
     ("lenght(a) = 1", "no function 'lenght'; did you mean length?"),
     ("frobnicate(a)", "no function 'frobnicate'; there are abs, coalesce"),
-    ("lower(a, b) = 'x'", "lower takes 1 arguments, not 2"),
+    ("lower(a, b) = 'x'", "lower takes 1 argument, not 2"),
     ("a.3 = 1", "expected an operator"),
     ("(a = 1", "expected ')'"),
     ("a = 1e999", "the number is too large"),

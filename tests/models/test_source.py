@@ -163,5 +163,5 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights.pop("model.layers.1.mlp.up_proj.weight")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UsageError, match=r"lacks 1 weights .* model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(UsageError, match=r"lacks 1 weight .* model\.layers\.1\.mlp\.up_proj\.weight"):
         load_model(folder)

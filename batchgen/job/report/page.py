@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from batchgen.grammar import agreeing, counted
 from batchgen.job.report.plots import (
     Line,
     duration,
@@ -70,10 +71,11 @@ def render_page(report: Mapping[str, Any]) -> str:
 def verdict_line(report: Mapping[str, Any]) -> str:
     """State, exit code and rows in one line."""
     verdict, rows = report["verdict"], report["rows"]
-    total = "" if rows["total"] is None else f" of {rows['total']:,}"
+    whole = rows["total"]
+    done = counted(rows["done"], "row") if whole is None else f"{rows['done']:,} of {counted(whole, 'row')}"
     code = "" if verdict["exit_code"] is None else f", exit code {verdict['exit_code']}"
     failed = f", {rows['error']:,} failed" if rows["error"] else ""
-    return f"{_STATES[verdict['state']]}{code}. {rows['done']:,}{total} rows done{failed}."
+    return f"{_STATES[verdict['state']]}{code}. {done} done{failed}."
 
 
 def outputs_line(outputs: Mapping[str, Any]) -> str:
@@ -82,14 +84,16 @@ def outputs_line(outputs: Mapping[str, Any]) -> str:
     if not compared:
         return "No row is in committed parts of both folders."
     alone = "".join(
-        f" {outputs[key]:,} rows are only in {where}."
+        f" {counted(outputs[key], 'row')} {agreeing(outputs[key], 'is', 'are')} only in {where}."
         for key, where in (("only_this", "this one"), ("only_other", "the other one"))
         if outputs[key]
     )
-    other = f" {outputs['other_ids']:,} rows have another id." if outputs["other_ids"] else ""
+    ids = outputs["other_ids"]
+    other = f" {counted(ids, 'row')} {agreeing(ids, 'has', 'have')} another id." if ids else ""
+    same = outputs["equal"]
     return (
-        f"Of {compared:,} rows that both have, {outputs['equal']:,} have the same output and "
-        f"{outputs['different']:,} ({outputs['different'] / compared:.2%}) another.{alone}{other}"
+        f"Of {counted(compared, 'row')} that both have, {same:,} {agreeing(same, 'has', 'have')} the same "
+        f"output and {outputs['different']:,} ({outputs['different'] / compared:.2%}) another.{alone}{other}"
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from batchgen.grammar import counted
 from batchgen.text.visible import visible_line
 
 WIDTH, HEIGHT = 380, 168
@@ -149,7 +150,7 @@ def histogram_plot(
                 _f(_Y1 - height),
                 _f(max(wide - 1, 0.5)),
                 _f(height),
-                f"{show(low)} to {show(high)} {unit}: {count:,} rows",
+                f"{show(low)} to {show(high)} {unit}: {counted(count, 'row')}",
             )
     # Edges that are powers of two are the round ones.
     round_edges = [n for n, bar in enumerate(bars) if math.log2(bar[0]).is_integer()]
