@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.api.job import JobResult
 from batchgen.api.spool import stream_line
+from batchgen.job.files import storage
 from batchgen.job.folder import JobFolder
 from batchgen.job.manifest import require_manifest
 from batchgen.types import InputError
@@ -35,7 +36,7 @@ def answers(result: JobResult, columns: tuple[str, str]) -> datasets.Dataset:
     plan = require_manifest(JobFolder(result.folder)).output_plan
     text = pa.list_(pa.string()) if plan.get("samples") or plan.get("dialogues") else pa.string()
     schema = pa.schema([(columns[0], text), (columns[1], pa.string())])
-    with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+    with storage(path), pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for batch in result.batches(["generated_text", "error"]):
             texts, errors = batch.columns
             writer.write_batch(pa.record_batch([texts.cast(text), _sentences(errors)], schema=schema))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.cache import cache_dir
+from batchgen.job.files import storage
 from batchgen.job.parts import file_digest
 from batchgen.types import UsageError
 
@@ -83,7 +84,7 @@ def spool_dataset(dataset: datasets.Dataset, columns: list[str], workplace: Path
     view = dataset.select_columns(columns).with_format("arrow") if columns else None
     fields = list(view.features.arrow_schema) if view is not None else []
     schema = pa.schema([*fields, pa.field(ID, pa.int64())])
-    with pq.ParquetWriter(path, schema) as writer:
+    with storage(path), pq.ParquetWriter(path, schema) as writer:
         for first in range(0, len(dataset), _BATCH_ROWS):
             last = min(first + _BATCH_ROWS, len(dataset))
             table = pa.table({}) if view is None else view[first:last]
@@ -95,9 +96,17 @@ def spool_dataset(dataset: datasets.Dataset, columns: list[str], workplace: Path
 def spool_stream(dataset: datasets.IterableDataset, columns: list[str], workplace: Path) -> Spool:
     """Copy columns of a stream to a JSONL file, reading it once from its beginning."""
     path = workplace / "input.jsonl"
-    with path.open("w", encoding="utf-8", errors="surrogatepass") as file:
+    with storage(path):
+        file = path.open("w", encoding="utf-8", errors="surrogatepass")
+    try:
+        # What goes wrong in the stream itself is not about this file.
         for number, row in enumerate(dataset):
-            file.write(stream_line(number, row, columns))
+            line = stream_line(number, row, columns)
+            with storage(path, len(line)):
+                file.write(line)
+    finally:
+        with storage(path):
+            file.close()
     return Spool(path, file_digest(path))
 
 

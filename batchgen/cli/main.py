@@ -108,7 +108,8 @@ def main(arguments: Sequence[str] | None = None, *, launch: Launcher | None = No
         given = sys.argv[1:] if arguments is None else arguments
         return 1 if list(given[:1]) == ["run"] else 0
     except Exception as error:
-        refused = refused_output(error) if isinstance(error, OSError) else None
+        given = sys.argv[1:] if arguments is None else arguments
+        refused = _storage_fault(error, given) if isinstance(error, OSError) else None
         if refused is not None:
             _complain(refused)
             return StorageError.exit_code
@@ -118,6 +119,16 @@ def main(arguments: Sequence[str] | None = None, *, launch: Launcher | None = No
             "Finished rows are safe: the same command continues where it stopped."
         )
         return 1
+
+
+def _storage_fault(error: OSError, arguments: Sequence[str]) -> str | None:
+    """A sentence about a disk or a limit that is in the way; None where the error is a bug of ours."""
+    from batchgen.job.files import is_of_storage, storage_error
+
+    if (refused := refused_output(error)) is not None or not is_of_storage(error):
+        return refused
+    place = error.filename or f"a file that `batchgen {' '.join(arguments[:1])}` needs"
+    return str(storage_error(place, error, action="read or written"))
 
 
 def _complain(message: str) -> None:

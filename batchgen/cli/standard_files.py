@@ -6,14 +6,37 @@ a job, nor a bug.
 
 from __future__ import annotations
 
-import errno
+import io
 import os
 import sys
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import click
 
-_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+STANDARD_OUTPUT = "standard output"
+
+
+class _StandardOutput(io.FileIO):
+    """The file of standard output, whose errors name it as those of other files do."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._refused = False
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        if self._refused:
+            # What buffers still hold would be tried, and complained of, once more at exit.
+            return memoryview(data).nbytes
+        try:
+            return super().write(data)
+        except OSError as error:
+            self._refused = True
+            error.filename = STANDARD_OUTPUT
+            raise
 
 
 def open_standard_files() -> None:
@@ -27,13 +50,26 @@ def open_standard_files() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.__stdout__, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
+        sys.stdout = _named(sys.__stdout__)
+
+
+def _named(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """The same stream, with errors that name it."""
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_StandardOutput(stream.fileno())),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+    )
 
 
 def refused_output(error: OSError) -> str | None:
-    """A sentence about an error of writing to standard output; None for one that is about a file."""
-    if error.errno not in _CANNOT_WRITE or error.filename is not None:
+    """A sentence about an error of writing to standard output; None for one that is about another file."""
+    if error.filename != STANDARD_OUTPUT:
         return None
-    return f"standard output cannot be written: {error.strerror}; send it elsewhere"
+    return f"{STANDARD_OUTPUT} cannot be written: {error.strerror}; send it elsewhere"
 
 
 def say_if_possible(message: str) -> None:

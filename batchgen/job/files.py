@@ -21,6 +21,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 # A network file system answers this once for a file that was replaced under a cached name.
 _STALE = errno.ESTALE
 _STALE_PAUSES = (0.05, 0.2, 1.0)
+_TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -118,6 +119,11 @@ def disk_full() -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def is_of_storage(error: OSError) -> bool:
+    """Whether it speaks of a disk or a limit, not of a file that should be there: no bug, but exit code 5."""
+    return error.errno in (*_FULL, *_FORBIDDEN, *_TOO_MANY_OPEN, _STALE, errno.EFBIG, errno.EIO)
+
+
 def is_full(error: OSError) -> bool:
     """Whether there is no room, so that trying elsewhere on the same disk is of no use."""
     return error.errno in _FULL
@@ -137,6 +143,8 @@ def storage_error(path: Path | str, error: OSError, needed: int = 0, action: str
         remedy = f"free at least {counted(needed, 'byte')} there" if needed else "free some space there"
         if error.errno == errno.EDQUOT:
             remedy = f"{remedy}, or have the quota raised"
+    elif error.errno in _TOO_MANY_OPEN:
+        remedy = "raise the limit of open files (ulimit -n)"
     elif error.errno == errno.EROFS:
         remedy = "mount it for writing or choose another output.path"
     elif error.errno in _FORBIDDEN:

@@ -76,8 +76,9 @@ class Fleet:
             handle = self._launch(log, lambda content: self._on_message(number, content))
         except OSError as error:
             raise EngineError(
-                f"a worker process cannot be started: {error.strerror or error}; check the memory and the "
-                "process limit of this machine (ulimit -u), then run the same command again"
+                f"a worker process cannot be started: {error.strerror or error}; check the memory of this "
+                "machine and its limits of processes (ulimit -u) and open files (ulimit -n), then run the "
+                "same command again"
             ) from error
         self._workers[number] = WorkerState(number, handle, counters)
         self._attempt.workers.append({"number": number, "pid": handle.pid, "end": None})

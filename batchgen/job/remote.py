@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from batchgen.job.files import atomic_write
+from batchgen.job.files import atomic_write, storage
 from batchgen.job.folder import JobFolder
 from batchgen.job.journal import SegmentName
 from batchgen.job.lease import LeaseRecord, Owner, acquire_lease
@@ -276,7 +276,7 @@ def _pull_growing(
         path.parent.mkdir(parents=True, exist_ok=True)
         data = store.read(name)
         if data is not None:
-            with path.open("ab") as file:
+            with storage(path, len(data)), path.open("ab") as file:
                 file.write(data)
             lengths[chunk[0]] = chunk[1] + len(data)
     return lengths

@@ -20,6 +20,7 @@ from batchgen.job.claims import Claims
 from batchgen.job.collector import rare_collections
 from batchgen.job.drift import find_drift
 from batchgen.job.events import StopAsked
+from batchgen.job.files import is_of_storage, storage_error
 from batchgen.job.folder import JobFolder
 from batchgen.job.gates import faults
 from batchgen.job.ids import Interrupted, has_ids
@@ -213,8 +214,16 @@ def _run_owned(
     except BatchgenError as error:
         _record_end(attempt, folder, type(error).__name__, error.exit_code, str(error))
         raise
+    except OSError as error:
+        if not is_of_storage(error):
+            _record_bug(attempt, folder, error)
+            raise
+        place = error.filename or f"a file that the run in {folder.root} needs"
+        fault = storage_error(place, error, action="read or written")
+        _record_end(attempt, folder, type(fault).__name__, fault.exit_code, str(fault))
+        raise fault from error
     except BaseException as error:
-        _record_end(attempt, folder, "bug", 1, f"{type(error).__name__}: {error}")
+        _record_bug(attempt, folder, error)
         raise
     attempt.counters = {name: getattr(result.counts, name) for name in ("ok", "error", "skipped")}
     attempt.finish(folder, result.reason, result.exit_code)
@@ -340,6 +349,10 @@ def _tell(attempt: Attempt, say: Callable[[str], None], sentence: str) -> None:
     if len(attempt.messages) < MOST_MESSAGES:
         attempt.messages.append(sentence)
     say(sentence)
+
+
+def _record_bug(attempt: Attempt, folder: JobFolder, error: BaseException) -> None:
+    _record_end(attempt, folder, "bug", 1, f"{type(error).__name__}: {error}")
 
 
 def _record_end(attempt: Attempt, folder: JobFolder, reason: str, exit_code: int, error: str) -> None:

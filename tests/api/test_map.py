@@ -14,8 +14,9 @@ from fake_engine import launcher
 from tiny_models import save_tokenizer
 
 import batchgen as bg
+from batchgen.api.spool import spool_stream
 from batchgen.job.run_options import Launcher
-from batchgen.types import DriftError, InputError, StoppedError, UsageError
+from batchgen.types import DriftError, InputError, StoppedError, StorageError, UsageError
 
 BAD = 3
 ROWS = [{"id": "same", "prompt": None if i == BAD else [i, 7], "n": i} for i in range(20)]
@@ -246,3 +247,18 @@ def test_progress_bars_of_datasets_stay_away(call: dict[str, Any], capfd: pytest
     datasets.enable_progress_bars()
     bg.map(Dataset.from_list(ROWS), **call)
     assert "%|" not in capfd.readouterr().err
+
+
+def test_a_copy_of_a_stream_that_does_not_fit_names_its_file(tmp_path: Path) -> None:
+    """What the stream itself raises is not about the copy."""
+    (tmp_path / "input.jsonl").symlink_to("/dev/full")
+    stream = IterableDataset.from_generator(lambda: iter([{"n": 1}]))
+    with pytest.raises(StorageError, match=r"input\.jsonl: cannot be written: No space left on device"):
+        spool_stream(stream, ["n"], tmp_path)
+
+    def broken() -> Iterator[dict[str, int]]:
+        raise ConnectionResetError("the server is gone")
+        yield {"n": 1}
+
+    with pytest.raises(ConnectionResetError, match="the server is gone"):
+        spool_stream(IterableDataset.from_generator(broken), ["n"], tmp_path / "..")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -93,6 +94,30 @@ def test_a_bug_is_exit_1_with_a_traceback(
     text = capsys.readouterr().err
     assert "Traceback" in text
     assert f"this is a bug in batchgen {batchgen.__version__}" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            5,
+            "batchgen: a file that `batchgen version` needs: cannot be read or written: No space left on "
+            "device; free some space there, then run the same command again (finished rows are kept)\n",
+        ),
+        (OSError(errno.EIO, "Input/output error", "/data/x"), 5, "batchgen: /data/x: cannot be read or wr"),
+        (OSError(errno.EMFILE, "Too many open files"), 5, "raise the limit of open files (ulimit -n)"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/x"), 1, "this is a bug"),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), 1, "this is a bug"),
+    ],
+    ids=["no space", "a named file", "open files", "a file that should be there", "a socket"],
+)
+def test_an_error_of_a_disk_that_nothing_expected(
+    error: OSError, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What belongs to standard output says so; see below."""
+    assert _raising(error, monkeypatch) == code
+    assert said in capsys.readouterr().err
 
 
 def test_ctrl_c_is_exit_130(monkeypatch: pytest.MonkeyPatch) -> None:

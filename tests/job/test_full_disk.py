@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from job_driver import Settings, run_here
 from job_inputs import data_bytes, read_output, write_jsonl
 
 from batchgen.job.files import FileOps
+from batchgen.job.window import Window
 from batchgen.types import StorageError
 
 
@@ -112,6 +114,49 @@ def test_a_disk_that_fails_now_and_then(
         for _ in range(5):
             with contextlib.suppress(StorageError):
                 run_here(settings)
+    assert run_here(settings).exit_code == 0
+    assert data_bytes(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [
+        (
+            OSError(errno.EIO, "Input/output error"),
+            StorageError,
+            r"a file that the run in .*/out needs: .* Input/output error",
+        ),
+        (OSError(errno.EMFILE, "Too many open files", "/x"), StorageError, r"^/x: .* \(ulimit -n\)"),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "/x"),
+            FileNotFoundError,
+            "No such file",
+        ),
+    ],
+    ids=["without a name", "open files", "a bug"],
+)
+def test_an_error_of_a_disk_that_nothing_expected(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    golden: Any,
+    error: OSError,
+    raised: type[Exception],
+    said: str,
+) -> None:
+    """One of a disk or a limit is a fault of storage wherever it comes from; the attempt says what it was."""
+    path, expected = golden
+    settings = Settings(output=str(tmp_path / "out"), input=str(path))
+
+    def fails(window: Window) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Window, "take", fails)
+        with pytest.raises(raised, match=said):
+            run_here(settings)
+    attempt = json.loads(next((tmp_path / "out" / ".batchgen" / "attempts").glob("*.json")).read_text())
+    assert attempt["exit_code"] == (5 if raised is StorageError else 1)
+    assert error.strerror in attempt["error"]
     assert run_here(settings).exit_code == 0
     assert data_bytes(tmp_path / "out") == expected
 
