@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from batchgen.core.block_hash import BlockKey
+from batchgen.core.block_hash import BlockHash, BlockKey
 from batchgen.grammar import counted
 
 
@@ -15,15 +15,27 @@ class KVCacheBlock:
     """A slot of `block_size` tokens in every layer of one group.
 
     `block_hash` (with group id) is set while the block can be found in the prefix index; only full
-    blocks have one. The links belong to the free queue and are `None` outside it.
+    blocks have one. `chain` are then the names of the blocks of the sequence that filled it, at least up to
+    its own, which is at `depth`. The links belong to the free queue and are `None` outside it.
     """
 
-    __slots__ = ("block_hash", "block_id", "is_null", "next_free_block", "prev_free_block", "ref_cnt")
+    __slots__ = (
+        "block_hash",
+        "block_id",
+        "chain",
+        "depth",
+        "is_null",
+        "next_free_block",
+        "prev_free_block",
+        "ref_cnt",
+    )
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
         self.block_hash: BlockKey | None = None
+        self.chain: Sequence[BlockHash] = ()
+        self.depth = 0
         self.prev_free_block: KVCacheBlock | None = None
         self.next_free_block: KVCacheBlock | None = None
         self.is_null = False

@@ -6,10 +6,10 @@ handed out again, so the whole pool is a cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from batchgen.core.block import FreeKVCacheBlockQueue, KVCacheBlock
-from batchgen.core.block_hash import BlockKey
+from batchgen.core.block_hash import BlockHash, BlockKey
 from batchgen.core.prefix_index import PrefixIndex
 
 
@@ -88,9 +88,16 @@ class BlockPool:
         self._free.prepend_n(unnamed)
         self._free.append_n(named)
 
-    def register(self, block: KVCacheBlock, key: BlockKey, parent: BlockKey | None) -> None:
-        """Name a full, referenced block, so that others find it."""
-        self.index.insert(block, key, parent)
+    def register(self, block: KVCacheBlock, chain: Sequence[BlockHash], depth: int, group_id: int) -> None:
+        """Name a full, referenced block, so that others find it.
+
+        Args:
+            block: of the group `group_id`.
+            chain: names of the blocks of its sequence; may grow at its end afterwards, and nowhere else.
+            depth: which of them is its own.
+            group_id: of the group whose layers it is for.
+        """
+        self.index.insert(block, chain, depth, group_id)
 
     def unregister(self, block: KVCacheBlock) -> None:
         """Take the name away: the contents are not what the name says. No effect without a name."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from batchgen.core.block import KVCacheBlock
-from batchgen.core.block_hash import BlockHash, BlockKey
+from batchgen.core.block_hash import BlockHash
 from batchgen.core.block_pool import BlockPool
 from batchgen.core.kv_spec import KVCacheConfig
 from batchgen.core.single_type import make_manager
@@ -113,10 +113,6 @@ class KVCacheCoordinator:
         for manager in self.managers:
             named += manager.register(request_id, hashes, num_full)
         return named
-
-    def tainted_keys(self, hashes: Sequence[BlockHash], first: int) -> set[BlockKey]:
-        """Keys in the index that may depend on block `first` or a later one of a request's."""
-        return set().union(*(manager.tainted_keys(hashes, first) for manager in self.managers))
 
     def free_skipped(self, request_id: int, num_computed_tokens: int) -> None:
         """Free what no query from position `num_computed_tokens` on reads."""

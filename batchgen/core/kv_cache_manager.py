@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from batchgen.core.block import KVCacheBlock
-from batchgen.core.block_hash import extend_block_hashes
+from batchgen.core.block_hash import block_key, extend_block_hashes
 from batchgen.core.block_pool import BlockPool
 from batchgen.core.coordinator import HitBlocks, KVCacheCoordinator
 from batchgen.core.kv_spec import KVCacheConfig
@@ -158,19 +158,22 @@ class KVCacheManager:
         The request may have been preempted: what it left in the cache is forgotten all the same.
 
         Returns:
-            The other requests that hold any of those blocks, in order of admission.
+            The other requests that have read any of those blocks, or may have, in order of admission.
         """
         first = position // self.block_size
         tables = self.block_ids(request) if request.request_id in self.requests else []
         own = {i for ids in tables for i in ids[first:]}
-        keys = self.coordinator.tainted_keys(request.block_hashes, first)
+        name = request.block_hashes[first : first + 1]
+        keys = self.pool.index.descendants(name[0], first) if name else ()
         bad = own.union(block.block_id for block in self.pool.evict(keys))
         bad.discard(self.pool.null_block.block_id)
-        return [
-            other
-            for other in self.requests.values()
-            if other is not request and any(not bad.isdisjoint(ids) for ids in self.block_ids(other))
-        ]
+
+        def depends(other: Request) -> bool:
+            # Where a window has slid on, a request may have read what it no longer holds.
+            goes_through = bool(name) and other.block_hashes[first : first + 1] == name
+            return goes_through or any(not bad.isdisjoint(ids) for ids in self.block_ids(other))
+
+        return [other for other in self.requests.values() if other is not request and depends(other)]
 
     def block_ids(self, request: Request) -> list[list[int]]:
         """Block ids per group; live lists that the next call may change in place."""
@@ -195,9 +198,9 @@ class KVCacheManager:
         assert counts == held, f"reference counts {counts} differ from the block tables {dict(held)}"
         for manager in self.coordinator.managers:
             if isinstance(manager, FullAttentionManager):
-                for key, block in manager.named_blocks():
-                    parent = self.pool.index.parent(key)
-                    assert parent is None or parent in self.pool.index, f"{block!r} outlived its prefix"
+                for _, block in manager.named_blocks():
+                    parent = block_key(block.chain[block.depth - 1], manager.group_id)
+                    assert block.depth == 0 or parent in self.pool.index, f"{block!r} outlived its prefix"
         self._check_forks()
 
     def _extend(self, request: Request, num_new_tokens: int) -> Copies | None:

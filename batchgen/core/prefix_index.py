@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from batchgen.core.block import KVCacheBlock
-from batchgen.core.block_hash import BlockKey
+from batchgen.core.block_hash import BlockHash, BlockKey, block_key
 
 
 class PrefixIndex:
@@ -18,7 +17,6 @@ class PrefixIndex:
     def __init__(self) -> None:
         # A bare block for the usual single holder: one dict per key would be most of the memory here.
         self._blocks: dict[BlockKey, KVCacheBlock | dict[int, KVCacheBlock]] = {}
-        self._parents: dict[BlockKey, BlockKey | None] = {}
 
     def get(self, key: BlockKey) -> KVCacheBlock | None:
         """Some block of that name."""
@@ -34,12 +32,12 @@ class PrefixIndex:
             return []
         return list(found.values()) if isinstance(found, dict) else [found]
 
-    def insert(self, block: KVCacheBlock, key: BlockKey, parent: BlockKey | None) -> None:
-        """Make `block` findable; `parent` is the key of the block before it, `None` for the first."""
+    def insert(self, block: KVCacheBlock, chain: Sequence[BlockHash], depth: int, group_id: int) -> None:
+        """Make `block` findable by the name at `depth` of its sequence's."""
         if block.block_hash is not None:
             raise ValueError(f"{block!r} already has a name")
-        block.block_hash = key
-        self._parents[key] = parent
+        block.block_hash = key = block_key(chain[depth], group_id)
+        block.chain, block.depth = chain, depth
         found = self._blocks.get(key)
         if found is None:
             self._blocks[key] = block
@@ -54,6 +52,7 @@ class PrefixIndex:
         if key is None:
             return
         block.block_hash = None
+        block.chain = ()
         found = self._blocks[key]
         if isinstance(found, dict):
             del found[block.block_id]
@@ -61,25 +60,18 @@ class PrefixIndex:
                 self._blocks[key] = next(iter(found.values()))
         else:
             del self._blocks[key]
-            del self._parents[key]
 
-    def with_descendants(self, keys: Iterable[BlockKey]) -> set[BlockKey]:
-        """`keys` and every key whose chain goes through one of them. O(index): for faults only."""
-        children: defaultdict[BlockKey | None, list[BlockKey]] = defaultdict(list)
-        for key, parent in self._parents.items():
-            children[parent].append(key)
-        found: set[BlockKey] = set()
-        pending = list(keys)
-        while pending:
-            key = pending.pop()
-            if key not in found:
-                found.add(key)
-                pending.extend(children.get(key, ()))
-        return found
+    def descendants(self, name: BlockHash, depth: int) -> set[BlockKey]:
+        """Keys, in every group, of the block `name` and of all that come after it in some sequence.
 
-    def parent(self, key: BlockKey) -> BlockKey | None:
-        """Key of the block before `key`; `None` at the start of a chain."""
-        return self._parents[key]
+        A block knows its whole chain, so that those between may be long gone, as they are where a window
+        slides. O(index): for faults only.
+
+        Args:
+            name: of a block.
+            depth: blocks before it in its sequence.
+        """
+        return {key for key, block in self if block.depth >= depth and block.chain[depth] == name}
 
     def __contains__(self, key: object) -> bool:
         return key in self._blocks
@@ -95,8 +87,8 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Assert that every entry's block carries the name it is kept under."""
-        assert self._blocks.keys() == self._parents.keys()
         for key, found in self._blocks.items():
             assert not isinstance(found, dict) or len(found) > 1, "a single block kept as several"
             for block in self.all(key):
                 assert block.block_hash == key, f"{block!r} is kept under {key.hex()}"
+                assert key.startswith(block.chain[block.depth]), f"{block!r} is not of its chain"

@@ -129,7 +129,7 @@ class SingleTypeKVCacheManager(ABC):
         table = self.tables[request_id]
         named = table.blocks[table.num_registered : num_full_blocks]
         for i, block in enumerate(named, table.num_registered):
-            self.pool.register(block, self._key(hashes, i), self._key(hashes, i - 1) if i else None)
+            self.pool.register(block, hashes, i, self.group_id)
         table.num_registered = max(table.num_registered, num_full_blocks)
         return named
 
@@ -174,11 +174,6 @@ class SingleTypeKVCacheManager(ABC):
                 assert block.block_hash == self._key(hashes, i), f"request {request_id}: wrong name at {i}"
             elif i >= table.num_registered:
                 assert block.block_hash is None, f"request {request_id}: {block!r} named too early"
-
-    def tainted_keys(self, hashes: Sequence[BlockHash], first: int) -> set[BlockKey]:
-        """Keys in the index that may depend on block `first` or a later one of a request's."""
-        own = [block_key(block_hash, self.group_id) for block_hash in hashes[first:]]
-        return self.pool.index.with_descendants(own)
 
     def named_blocks(self) -> Iterator[tuple[BlockKey, KVCacheBlock]]:
         """Everything of this group in the prefix index."""
@@ -242,10 +237,6 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.window + 1) // self.block_size
-
-    def tainted_keys(self, hashes: Sequence[BlockHash], first: int) -> set[BlockKey]:
-        """All of the group: chains have gaps here, so what descends from a block cannot be told."""
-        return {key for key, _ in self.named_blocks()}
 
     def _blocks_below(self, num_blocks: int) -> int:
         """Blocks before position `num_blocks * block_size` that the query there reads."""

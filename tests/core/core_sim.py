@@ -446,11 +446,10 @@ class Sim:
             del self.known[key]
 
     def _forget_chain(self, request: Request, position: int) -> None:
-        """Once something was not finite, what depends on it is gone; a sliding group loses more."""
+        """Once something was not finite, what depends on it is gone."""
         size = self.config.block_size
         end = position // size * size + size
         digests = self._digests(request)
-        self.evicted = self.evicted or any(window is not None for window in self.config.windows)
         # Only what the request has names for: the same block, filled by others alone, is still good.
         if end <= len(request.block_hashes) * size:
             gone = [

@@ -8,7 +8,14 @@ from batchgen.core.block import FreeKVCacheBlockQueue, KVCacheBlock
 from batchgen.core.block_hash import block_key, hash_block
 from batchgen.core.block_pool import BlockPool
 
-A, B, C, D = (block_key(hash_block(b"", bytes([i])), 0) for i in range(4))
+NAMES = [hash_block(b"", bytes([i])) for i in range(4)]
+A, B, C, D = (block_key(name, 0) for name in NAMES)
+
+
+def register(pool, block, *chain):
+    """Name a block of group 0 by the last of its chain, each given as the key of that group."""
+    names = [NAMES[[A, B, C, D].index(key)] for key in chain]
+    pool.register(block, names, len(names) - 1, 0)
 
 
 def queue_of(n):
@@ -85,7 +92,7 @@ def test_the_null_block_is_never_handed_out_freed_or_counted():
 def test_a_freed_block_is_a_hit_until_it_is_handed_out():
     pool = BlockPool(3)
     [block] = pool.get_new_blocks(1)
-    pool.register(block, A, None)
+    register(pool, block, A)
     pool.free_blocks([block])
     assert pool.index.get(A) is block
     assert pool.get_new_blocks(1) != [block]
@@ -97,8 +104,8 @@ def test_a_freed_block_is_a_hit_until_it_is_handed_out():
 def test_unnamed_blocks_are_reused_before_cached_ones_and_tails_before_heads():
     pool = BlockPool(5)
     head, tail, partial = pool.get_new_blocks(3)
-    pool.register(head, A, None)
-    pool.register(tail, B, A)
+    register(pool, head, A)
+    register(pool, tail, A, B)
     pool.free_blocks([partial, tail, head])
     assert pool.get_new_blocks(4) == [partial, pool.blocks[4], tail, head]
 
@@ -106,7 +113,7 @@ def test_unnamed_blocks_are_reused_before_cached_ones_and_tails_before_heads():
 def test_touch_saves_a_block_from_eviction():
     pool = BlockPool(3)
     a, b = pool.get_new_blocks(2)
-    pool.register(a, A, None)
+    register(pool, a, A)
     pool.free_blocks([b, a])
     pool.touch([a, a])
     assert pool.get_new_blocks(1) == [b]
@@ -122,7 +129,7 @@ def test_equal_blocks_are_kept_side_by_side():
     pool = BlockPool(4)
     blocks = pool.get_new_blocks(3)
     for block in blocks:
-        pool.register(block, A, None)
+        register(pool, block, A)
     assert pool.index.all(A) == blocks
     for block in blocks:
         assert pool.index.get(A) is not None
@@ -134,30 +141,49 @@ def test_equal_blocks_are_kept_side_by_side():
 def test_a_block_has_one_name_and_is_freed_once_per_reference():
     pool = BlockPool(2)
     [block] = pool.get_new_blocks(1)
-    pool.register(block, A, None)
+    register(pool, block, A)
     with pytest.raises(ValueError, match="already has a name"):
-        pool.register(block, B, A)
+        register(pool, block, A, B)
     pool.free_blocks([block])
     with pytest.raises(ValueError, match="not referenced"):
         pool.free_blocks([block])
 
 
-def test_descendants_are_found_through_the_chain():
-    pool = BlockPool(5)
-    for block, key, parent in zip(pool.get_new_blocks(4), (A, B, C, D), (None, A, B, A), strict=True):
-        pool.register(block, key, parent)
-    assert pool.index.with_descendants([B]) == {B, C}
-    assert pool.index.with_descendants([A]) == {A, B, C, D}
-    assert {block.block_id for block in pool.evict({B, C})} == {2, 3}
-    assert B not in pool.index
-    assert D in pool.index
+def test_descendants_are_found_through_gaps_in_the_chain():
+    pool = BlockPool(6)
+    blocks = pool.get_new_blocks(5)
+    chains = ((A,), (A, B), (A, B, C), (A, D), (D, B))
+    for block, chain in zip(blocks, chains, strict=True):
+        register(pool, block, *chain)
+    a, b, c, d = NAMES
+    assert pool.index.descendants(b, 1) == {B, C}
+    assert pool.index.descendants(a, 0) == {A, B, C, D}
+    assert pool.index.descendants(c, 1) == set()
+    pool.unregister(blocks[1])
+    assert pool.index.descendants(a, 0) == {A, C, D}
+    assert pool.index.descendants(d, 0) == {B}
+    assert {block.block_id for block in pool.evict({C, D})} == {3, 4}
+    assert A in pool.index
+    assert C not in pool.index
+    pool.check()
+
+
+def test_a_chain_that_grows_later_changes_nothing():
+    pool = BlockPool(3)
+    block, other = pool.get_new_blocks(2)
+    chain = NAMES[:1]
+    pool.register(block, chain, 0, 0)
+    chain.append(NAMES[1])
+    pool.register(other, chain, 1, 1)
+    assert pool.index.descendants(NAMES[1], 1) == {block_key(NAMES[1], 1)}
+    assert pool.index.descendants(NAMES[0], 0) == {A, block_key(NAMES[1], 1)}
     pool.check()
 
 
 def test_an_unregistered_free_block_is_reused_first():
     pool = BlockPool(3)
     [block] = pool.get_new_blocks(1)
-    pool.register(block, A, None)
+    register(pool, block, A)
     pool.free_blocks([block])
     pool.unregister(block)
     assert pool.get_new_blocks(1) == [block]
@@ -167,7 +193,7 @@ def test_an_unregistered_free_block_is_reused_first():
 def test_check_finds_damage(break_it):
     pool = BlockPool(4)
     [block] = pool.get_new_blocks(1)
-    pool.register(block, A, None)
+    register(pool, block, A)
     pool.check()
     if break_it == "ref":
         pool.blocks[2].ref_cnt = 1

@@ -165,13 +165,37 @@ def test_eviction_from_a_position_finds_holders_of_equal_and_later_blocks():
     assert left == [4, 8]
 
 
-def test_a_sliding_group_forgets_all_it_has_when_something_is_not_finite():
-    manager = make(num_blocks=20, windows=(5,))
-    bad, apart = row(0, range(8)), row(1, range(50, 60))
+@pytest.mark.parametrize("windows", [(5,), (None, 5), (3, 9)], ids=["window", "hybrid", "windows"])
+def test_what_a_bad_row_did_not_write_stays_cached(windows):
+    """In a sliding group too, where the blocks between a row's beginning and its end are long gone."""
+    manager = make(num_blocks=60, windows=windows)
+    bad, apart, longer, early = row(0, range(8)), row(1, range(50, 70)), row(2, range(21)), row(3, range(4))
+    for request in (early, apart, bad, longer):
+        admit(manager, request)
+        request.num_computed_tokens = request.num_tokens
+        manager.free(request)
     admit(manager, bad)
-    admit(manager, apart)
-    assert manager.evict_from(bad, 0) == [apart]
-    assert len(manager.pool.index) == 0
+    assert manager.evict_from(bad, 4) == []
+    manager.free(bad)
+
+    def hit(tokens):
+        return manager.get_computed_blocks(row(9, tokens)).num_tokens
+
+    assert hit(range(50, 80)) == 20
+    assert hit(range(30)) == 4
+    manager.check()
+
+
+def test_a_row_that_no_longer_holds_what_it_read_of_a_bad_one_is_a_sharer():
+    manager = make(num_blocks=20, windows=(2,))
+    bad, follower, apart = row(0, range(8)), row(1, range(9)), row(2, range(50, 59))
+    for request in (bad, follower, apart):
+        admit(manager, request)
+        request.output_token_ids += [1, 2]
+        assert manager.allocate_slots(request, 1) == []
+    named = {block.block_id for _, block in manager.pool.index}
+    assert named.isdisjoint(*manager.block_ids(follower))
+    assert manager.evict_from(bad, 0) == [follower]
 
 
 def test_the_null_block_does_not_make_a_sharer():

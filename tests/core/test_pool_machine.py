@@ -11,7 +11,8 @@ from machine_steps import machine_settings
 from batchgen.core.block_hash import block_key, hash_block
 from batchgen.core.block_pool import BlockPool
 
-KEYS = [block_key(hash_block(b"", bytes([i])), 0) for i in range(6)]
+NAMES = {block_key(name, 0): [name] for name in (hash_block(b"", bytes([i])) for i in range(6))}
+KEYS = list(NAMES)
 picks = st.lists(st.integers(0, 99), max_size=6)
 
 
@@ -65,9 +66,9 @@ class PoolMachine(RuleBasedStateMachine):
         for i in self.referenced([pick]):
             if i in self.names:
                 with pytest.raises(ValueError, match="already has a name"):
-                    self.pool.register(self.pool.blocks[i], key, None)
+                    self.pool.register(self.pool.blocks[i], NAMES[key], 0, 0)
             else:
-                self.pool.register(self.pool.blocks[i], key, None)
+                self.pool.register(self.pool.blocks[i], NAMES[key], 0, 0)
                 self.names[i] = key
 
     @rule(pick=st.integers(0, 99))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchgen.core.block_hash import block_key, extend_block_hashes
+from batchgen.core.block_hash import extend_block_hashes
 from batchgen.core.block_pool import BlockPool
 from batchgen.core.coordinator import KVCacheCoordinator
 from batchgen.core.kv_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
@@ -31,7 +31,7 @@ def manager_with(cached, window=None, num_blocks=20, n=8):
     hashes = chain(n)
     for i in cached:
         [block] = pool.get_new_blocks(1)
-        pool.register(block, block_key(hashes[i], 0), block_key(hashes[i - 1], 0) if i else None)
+        pool.register(block, hashes, i, 0)
     return manager, hashes
 
 
@@ -128,7 +128,7 @@ def coordinator(*windows, num_blocks=40):
 def cache(coordinator, hashes, group, indices):
     for i in indices:
         [block] = coordinator.pool.get_new_blocks(1)
-        coordinator.pool.register(block, block_key(hashes[i], group), None)
+        coordinator.pool.register(block, hashes, i, group)
         coordinator.pool.free_blocks([block])
 
 
