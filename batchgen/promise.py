@@ -7,10 +7,18 @@ Imports no torch, so that `plan` can say it at once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from batchgen.types import UsageError
 
 STORED = ("float32", "bfloat16", "float16", "int8")
 _NARROW = ("bfloat16", "float16")
+STORABLE: Mapping[str, tuple[str, ...]] = {
+    "float32": STORED,
+    **{dtype: (dtype, "int8") for dtype in _NARROW},
+}
+"""What keys and values of a model in each dtype may be stored as; the kernels' own table says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,23 @@ def resolve_dtypes(dtype: str, kv_cache_dtype: str) -> tuple[str, str]:
     """What `auto` means on the CPU: of the model, and of keys and values in the cache."""
     dtype = "float32" if dtype == "auto" else dtype
     return dtype, dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+
+
+def check_kv_dtype(dtype: str, kv_dtype: str) -> None:
+    """Refuse a cache that holds more than the model computes, or its numbers in the wrong way.
+
+    Args:
+        dtype: of the model, resolved.
+        kv_dtype: of keys and values in the cache, resolved.
+
+    Raises:
+        UsageError: names what is allowed.
+    """
+    if kv_dtype not in STORABLE[dtype]:
+        raise UsageError(
+            f"engine.kv_cache_dtype: {kv_dtype} is not for a model in {dtype}, whose keys and values can be "
+            f"stored as {' or '.join(STORABLE[dtype])}; use one of them, or auto"
+        )
 
 
 def promise(device: str, dtype: str, kv_dtype: str, deterministic: str | bool) -> Promise:

@@ -86,6 +86,7 @@ class Job:
     def validate(self) -> list[BatchgenError]:
         """What is wrong with the job, as far as it can be known without the model's weights."""
         from batchgen.api import checks
+        from batchgen.api.check_model import check_model
         from batchgen.api.check_output import check_output_writable
         from batchgen.api.check_prompt import check_prompt
         from batchgen.api.check_report import Report
@@ -99,6 +100,8 @@ class Job:
                 with report.check():
                     tokenizer = load_tokenizer(found.tokenizer_source or found.source)
                     check_prompt(self.spec, found.prompt, tokenizer, report, found.inputs)
+            if found.source is not None:
+                check_model(self.spec, found.source, report)
         return report.faults
 
     def run(
@@ -155,6 +158,7 @@ def drive(
         prepare: from what the checks opened to what the supervisor needs.
     """
     from batchgen.api import checks
+    from batchgen.api.check_model import check_model
     from batchgen.api.check_output import check_output_permission
     from batchgen.api.check_report import Report
     from batchgen.api.progress import make_progress
@@ -168,6 +172,9 @@ def drive(
     with stoppable(), closing(checked) as found:
         with report.check():
             check_output_permission(spec)
+        # Whoever brings workers brings what they can run.
+        if launch is None and found.source is not None:
+            check_model(spec, found.source, report)
         report.raise_faults()
         setup = prepare(found)
         options = options_from_spec(spec, overwrite=overwrite, accept_drift=accept_drift, began=began)

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def command(job: Path, sets: tuple[str, ...], as_json: bool) -> int:
     """Check a job in seconds, without loading any weights.
 
-    Looks at the job file, the input and its columns, the model's files, the chat template with the job's own
-    roles, and whether the output folder can be written. Reports everything that is wrong at once.
+    Looks at the job file, the input and its columns, the model's files and whether such a model can run
+    here, the chat template with the job's own roles, and whether the output folder can be written. Reports
+    everything that is wrong at once.
     """
     report = _report(job, sets)
     if as_json:
@@ -34,6 +35,7 @@ def command(job: Path, sets: tuple[str, ...], as_json: bool) -> int:
 
 def _report(job: Path, sets: tuple[str, ...]) -> Report:
     from batchgen.api import checks
+    from batchgen.api.check_model import check_model
     from batchgen.api.check_output import check_output_writable
     from batchgen.api.check_prompt import check_prompt
     from batchgen.api.check_report import Report
@@ -51,7 +53,10 @@ def _report(job: Path, sets: tuple[str, ...]) -> Report:
                     check_output_writable(spec)
             source = found.tokenizer_source or found.source
             if source is not None and found.prompt is not None:
-                check_prompt(spec, found.prompt, load_tokenizer(source), report, found.inputs)
+                with report.check():
+                    check_prompt(spec, found.prompt, load_tokenizer(source), report, found.inputs)
+            if found.source is not None:
+                check_model(spec, found.source, report)
     return report
 
 

@@ -42,11 +42,11 @@ from batchgen.models.probe import LayerAttention, probe_model
 from batchgen.models.refusals import refuse_config
 from batchgen.models.rope import longest_sequence, pin_rope
 from batchgen.models.source import ModelSource, find_model, find_tokenizer
-from batchgen.promise import SAME, VARIES, Promise, promise, resolve_dtypes
+from batchgen.promise import SAME, VARIES, Promise, check_kv_dtype, promise, resolve_dtypes
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import Task, UsageError
 from batchgen_kernels.backend import AttentionBackend
-from batchgen_kernels.capability import CAPABILITIES, KV_DTYPES
+from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.registry import BackendError, Selection, select
 
 CPU_BATCHED_TOKENS = 512
@@ -105,7 +105,7 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     threads = config.num_threads or max(1, default_threads() // config.sharers)
     torch.set_num_threads(threads)
     dtype, kv_dtype = resolve_dtypes(config.dtype, config.kv_cache_dtype)
-    _check_kv_dtype(kv_dtype, dtype)
+    check_kv_dtype(dtype, kv_dtype)
     tokenizer = tokenizer or load_tokenizer(config)
     source = _source(config)
     task = _task(config, source.tokenizer_folder())
@@ -186,16 +186,6 @@ def _labels(loaded: LoadedModel) -> Labels | None:
     config: Any = loaded.config
     names = tuple(str(config.id2label[i]) for i in range(config.num_labels))
     return Labels(names, config.problem_type)
-
-
-def _check_kv_dtype(kv_dtype: str, dtype: str) -> None:
-    allowed = KV_DTYPES[DTYPES[dtype]]
-    if KV_DTYPE_NAMES[kv_dtype] not in allowed:
-        names = [name for name, known in KV_DTYPE_NAMES.items() if known in allowed]
-        raise UsageError(
-            f"engine.kv_cache_dtype: {kv_dtype} is not for a model in {dtype}, whose keys and values can be "
-            f"stored as {' or '.join(names)}; use one of them, or auto"
-        )
 
 
 def _backend(config: EngineConfig, layers: list[LayerAttention]) -> Selection:

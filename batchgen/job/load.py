@@ -22,8 +22,10 @@ from batchgen.job.document import Document
 from batchgen.job.faults import JobFileError, KeyPath, dotted, raise_faults, show_value
 from batchgen.job.include import INCLUDE, expand_shorthands, read_layers
 from batchgen.job.paths import resolve_paths
+from batchgen.job.spec.engine import EngineSpec
 from batchgen.job.spec.input import InputSpec
 from batchgen.job.spec.job import REQUIRED, SECTIONS, JobSpec, TopSpec
+from batchgen.job.spec.model import ModelSpec
 from batchgen.job.spec.output import OutputSpec
 from batchgen.job.spec.prompt import PromptSection
 from batchgen.job.spec.sampling import SamplingSection
@@ -31,6 +33,7 @@ from batchgen.job.spec.section import Rule, Section
 from batchgen.job.task_keys import check_task
 from batchgen.job.unavailable import MEANS_OFF, means_off
 from batchgen.job.yaml_loader import parse_document, parse_override, split_key
+from batchgen.promise import check_kv_dtype, resolve_dtypes
 from batchgen.text.prompt_spec import spec_from_sections
 from batchgen.text.templates import JobTemplate
 from batchgen.types import Task, UsageError
@@ -300,11 +303,20 @@ def _check_across(document: Document, sections: dict[str, Section | None], task:
         dialogues = isinstance(sampling, SamplingSection) and sampling.turns is not None
         _check_output(document, output, dialogues=dialogues)
     check_task(document, task)
+    _check_kv_dtype(document, sections["model"], sections["engine"])
     if isinstance(given, InputSpec) and given.where is not None:
         try:
             parse_where(given.where)
         except UsageError as error:
             document.fault(("input", "where"), str(error))
+
+
+def _check_kv_dtype(document: Document, model: Section | None, engine: Section | None) -> None:
+    if isinstance(model, ModelSpec) and isinstance(engine, EngineSpec):
+        try:
+            check_kv_dtype(*resolve_dtypes(model.dtype, engine.kv_cache_dtype))
+        except UsageError as error:
+            document.fault(("engine", "kv_cache_dtype"), str(error))
 
 
 def _check_samples(document: Document, sampling: SamplingSection) -> None:

@@ -2,11 +2,15 @@
 
 Called before weights are fetched. Nothing here is a list of models: a kind is refused for a property, and
 what no property shows is left to the load-time probe and the check after it.
+
+As a program, `python -m batchgen.models.refusals FOLDER TASK`, it writes the refusal, or nothing, to standard
+output: for `batchgen.models.fitness`, whose process may have no room for torch.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -19,6 +23,8 @@ from transformers import (
 
 from batchgen.types import Task, UsageError
 
+CLASSIFIER = "ForSequenceClassification"
+"""How transformers' names of classes with such a head end."""
 DISPATCHER = "ALL_ATTENTION_FUNCTIONS"
 """What modules of transformers call attention by; one without it computes attention itself."""
 PAGED_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -55,7 +61,25 @@ def refuse_config(config: PretrainedConfig, task: Task = Task.GENERATE) -> None:
     classes, what = _CLASSES.get(task, (MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model"))
     if type(config) not in classes:
         raise refusal(f"transformers has no {what} of type {config.model_type}", _OTHER_MODEL)
+    _refuse_head(config.architectures or [], task)
     _refuse_class(classes[type(config)], text, text is config)
+
+
+def _refuse_head(architectures: list[str], task: Task) -> None:
+    """Refuse a task for which the weights, as what they were saved, have no head."""
+    classifies = [name.endswith(CLASSIFIER) for name in architectures]
+    if task is Task.CLASSIFY and classifies and not any(classifies):
+        raise UsageError(
+            f"task: classify needs a head for classes, and config.json says that the weights are those of "
+            f"{' and '.join(architectures)}; use a model whose name there ends in {CLASSIFIER}, or "
+            "another task"
+        )
+    if task not in _CLASSES and classifies and all(classifies):
+        raise UsageError(
+            f"task: {task} needs a head for the next token, and config.json says that the weights are those "
+            f"of {' and '.join(architectures)}, which has one for classes; use task: classify, or another "
+            "model"
+        )
 
 
 def _refuse_class(model: Any, config: Any, is_text_model: bool) -> None:
@@ -85,3 +109,17 @@ def _refuse_class(model: Any, config: Any, is_text_model: bool) -> None:
         raise refusal(f"{model.__name__} does not dispatch through transformers' attention interface")
     if getattr(model, "generate", GenerationMixin.generate) is not GenerationMixin.generate:
         raise refusal(f"{model.__name__} does not generate a token at a time: it has a generate of its own")
+
+
+def main(folder: str, task: str) -> None:
+    """Write why a model cannot run, or nothing."""
+    from batchgen.models.loader import load_config
+
+    try:
+        refuse_config(load_config(Path(folder)), Task(task))
+    except UsageError as error:
+        sys.stdout.write(str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

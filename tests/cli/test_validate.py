@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -257,3 +258,54 @@ def test_everything_the_template_refuses_is_said_at_once(write_job: Write, capsy
     said = capsys.readouterr().err
     for setting in ("system", "assistant_prefix", "tools"):
         assert f"prompt.{setting}: the chat template" in said
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "key", "said"),
+    [
+        ({"model_type": "bloom"}, "", "model.path", "adds ALiBi distances to its scores"),
+        ({"model_type": "mamba"}, "", "model.path", "keeps a recurrent state"),
+        ({"model_type": "deepseek_v32"}, "", "model.path", "keys that an indexer chooses (sparse attention)"),
+        ({"model_type": "t5"}, "", "model.path", "is an encoder-decoder (cross attention)"),
+        ({}, "", "model.path", "has no usable configuration"),
+        ({"architectures": ["LlamaForCausalLM"]}, "classify", "task", "needs a head for classes"),
+    ],
+    ids=["alibi", "recurrent", "sparse", "cross", "none", "no-classes"],
+)
+def test_a_model_that_can_never_run(
+    write_job: Write, capsys: Captured, config: dict[str, object], setting: str, key: str, said: str
+) -> None:
+    """With the sentence that a run would end with, and beside the other faults."""
+    job = write_job(f"task: {setting}\n" if setting else "")
+    shutil.copytree("model", "other")
+    if setting:
+        config = {"model_type": "llama", **config}
+    Path("other/config.json").write_text(json.dumps(config))
+    settings = ["--set", "model=other", "--set", "run.priority=gone"]
+    assert main(["validate", job, "--json", *settings]) == 2
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert [fault["key"] for fault in faults] == ["run.priority", key]
+    assert said in faults[1]["message"]
+    assert main(["run", job, *settings[:2]]) == 2
+    assert faults[1]["message"] in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_what_keys_and_values_cannot_be_stored_as(write_job: Write, capsys: Captured) -> None:
+    job = write_job("engine: {kv_cache_dtype: fp32}\n")
+    assert main(["validate", job, "--json"]) == 0
+    assert main(["validate", job, "--set", "model.dtype=bf16"]) == 2
+    assert (
+        "batchgen: job.yaml:4:26: engine.kv_cache_dtype: float32 is not for a model in bfloat16, whose keys "
+        "and values can be stored as bfloat16 or int8; use one of them, or auto"
+    ) in capsys.readouterr().err
+
+
+def test_a_pooling_that_is_not_there(write_job: Write, capsys: Captured) -> None:
+    job = write_job("task: embed\nembedding: {pooling: auto}\n")
+    shutil.copytree("model", "other")
+    Path("other/modules.json").write_text('[{"type": "sentence_transformers.models.Dense", "path": "2"}]')
+    assert main(["validate", job, "--set", "model=other", "--json"]) == 2
+    (fault,) = json.loads(capsys.readouterr().out)["faults"]
+    assert fault["key"] == "embedding.pooling"
+    assert main(["validate", job, "--set", "model=other", "--set", "embedding.pooling=mean"]) == 0

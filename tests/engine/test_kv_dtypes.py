@@ -11,7 +11,10 @@ from engine_harness import make_engine, run, small_pool
 from safetensors.torch import load_file, save_file
 from tiny_models import oracle, save_tiny_llama
 
+from batchgen.models.loader import DTYPES
+from batchgen.promise import STORABLE
 from batchgen.types import ErrorClass, SamplingParams, UsageError
+from batchgen_kernels.capability import KV_DTYPES
 
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 STORED = ["float32", "bfloat16", "float16", "int8"]
@@ -101,6 +104,16 @@ def test_a_value_beyond_float16_is_an_error_of_its_row(folder: Path, tmp_path: P
 def test_what_a_model_cannot_be_stored_as_is_refused_before_its_weights_are_read(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"engine\.kv_cache_dtype: float16 is not for a model in bfloat16"):
         make_engine(folder / "nowhere", dtype="bfloat16", kv_cache_dtype="float16")
+
+
+def test_the_names_that_a_job_may_use_are_those_of_the_kernels_table() -> None:
+    """`validate` loads no torch for a job file, so its own table has names."""
+
+    def name(dtype: torch.dtype) -> str:
+        return str(dtype).removeprefix("torch.")
+
+    known = {name(dtype): {name(one) for one in stored} for dtype, stored in KV_DTYPES.items()}
+    assert {dtype: set(stored) for dtype, stored in STORABLE.items()} == {d: known[d] for d in DTYPES}
 
 
 def test_preemption_and_small_pools(folder: Path) -> None:

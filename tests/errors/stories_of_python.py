@@ -181,6 +181,13 @@ def models_that_do_not_load(stage: Stage) -> None:
     spoilt(hidden_act="unheard")
     spoilt(is_decoder=False, is_encoder_decoder=True, model_type="t5")
 
+    for architecture, task in (
+        ("LlamaForCausalLM", "classify"),
+        ("LlamaForSequenceClassification", "generate"),
+    ):
+        Path("tiny/config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+        stage.python(UsageError, lambda task=task: bg.LLM("tiny", task=task))
+
 
 ALL = [
     calls_of_map,

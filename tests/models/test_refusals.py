@@ -13,8 +13,10 @@ from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 
 from batchgen.engine.build import build_engine
 from batchgen.engine.config import EngineConfig
+from batchgen.models import fitness
+from batchgen.models.fitness import check_fitness
 from batchgen.models.refusals import refuse_config
-from batchgen.types import UsageError
+from batchgen.types import Task, UsageError
 
 STATE = "keeps a recurrent state, which blocks of keys and values do not hold"
 OWN = "does not dispatch through transformers' attention interface"
@@ -87,3 +89,54 @@ def test_no_weights_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(UsageError, match="MambaForCausalLM keeps a recurrent state"):
         build_engine(EngineConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("task", "architectures", "said"),
+    [
+        (Task.CLASSIFY, ["LlamaForCausalLM"], "task: classify needs a head for classes"),
+        (Task.GENERATE, ["LlamaForSequenceClassification"], "task: generate needs a head for the next token"),
+        (Task.PERPLEXITY, ["LlamaForSequenceClassification"], "task: perplexity needs a head for the next"),
+        (Task.CLASSIFY, ["LlamaForCausalLM", "LlamaForSequenceClassification"], None),
+        (Task.CLASSIFY, None, None),
+        (Task.EMBED, ["LlamaForSequenceClassification"], None),
+        (Task.LOGLIKELIHOOD, ["LlamaModel"], None),
+    ],
+)
+def test_refused_for_a_head_that_the_weights_lack(
+    task: Task, architectures: list[str] | None, said: str | None
+) -> None:
+    config = LlamaConfig(architectures=architectures)
+    if said is None:
+        refuse_config(config, task)
+    else:
+        with pytest.raises(UsageError, match=said):
+            refuse_config(config, task)
+
+
+def test_a_process_without_torch_gets_the_same_sentences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And asks once: what may run is remembered, what may not is asked again."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(UsageError) as caught:
+        check_fitness(tmp_path, Task.GENERATE)
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fitness, "_torch_is_here", lambda: False)
+    with pytest.raises(UsageError) as told:
+        check_fitness(tmp_path, Task.GENERATE)
+    assert str(told.value) == str(caught.value)
+
+    asked: list[Task] = []
+    monkeypatch.setattr(fitness, "_ask", lambda folder, task: asked.append(task) or answers.pop(0))
+    answers = [str(caught.value), None, "", ""]
+    with pytest.raises(UsageError):
+        check_fitness(tmp_path, Task.GENERATE)
+    for task in (Task.GENERATE, Task.GENERATE, Task.GENERATE, Task.EMBED, Task.EMBED):
+        check_fitness(tmp_path, task)
+    assert asked == [Task.GENERATE] * 3 + [Task.EMBED]
+    answers.append("")
+    config.write_text(json.dumps({"model_type": "llama"}))
+    check_fitness(tmp_path, Task.GENERATE)
+    assert not answers
