@@ -52,6 +52,8 @@ from batchgen_kernels.registry import BackendError, Selection, select
 CPU_BATCHED_TOKENS = 512
 CPU_SEQUENCES = 64
 BLOCK_SIZE = 16
+_WITHOUT_LOGITS = frozenset({Task.EMBED, Task.CLASSIFY})
+"""Tasks for which a model is loaded without what makes logits of tokens."""
 KV_DTYPE_NAMES = {**DTYPES, "int8": torch.int8}
 logger = logging.getLogger(__name__)
 
@@ -253,13 +255,19 @@ def _budget(
         block_size=config.block_size,
         row_multiple=1,
     )
-    step = largest_step(scratch, tokens=config.max_num_batched_tokens, sampled=config.max_num_seqs)
+    step = largest_step(
+        scratch,
+        tokens=config.max_num_batched_tokens,
+        sampled=config.max_num_seqs,
+        scores=loaded.task not in _WITHOUT_LOGITS,
+    )
     # The kernel counts pages of a mapped file as memory that can be had; weights are needed in every step.
     available = max(0, available_memory() - mapped_bytes(loaded.model))
     return Budget(
         available=available // config.sharers,
         weights=weight_bytes(loaded.model),
-        step=step.total,
+        step=step.step,
+        scoring=step.scoring,
         step_name=f"{counted(config.max_num_batched_tokens, 'token')}, {config.max_num_seqs:,} sampled",
     )
 

@@ -71,17 +71,24 @@ class Budget:
         weights: of the model.
         step: what the largest step needs.
         step_name: the largest step in words, for the table.
+        scoring: what it needs more where its tokens are scored; 0 for a model that scores none.
     """
 
     available: int
     weights: int
     step: int
     step_name: str
+    scoring: int = 0
+
+    @property
+    def needed(self) -> int:
+        """For a step, whatever is asked of it."""
+        return self.step + self.scoring
 
     @property
     def for_cache(self) -> int:
         """Most that a cache can have."""
-        return max(0, self.available - self.step)
+        return max(0, self.available - self.needed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +108,13 @@ class MemoryPlan:
         each = self.shape.blocks(self.max_model_len)
         cache = self.num_blocks * block
         budget = self.budget
+        what = "logits and log-softmax of scored tokens"
+        scoring = [_entry("scoring", budget.scoring, what)] if budget.scoring else []
         return [
             "memory, MiB:",
             _entry("weights", budget.weights, "loaded"),
             _entry("largest step", budget.step, budget.step_name),
+            *scoring,
             _entry(
                 "KV cache",
                 cache,
@@ -186,14 +196,14 @@ def plan_memory(
     if budget.for_cache == 0:
         raise UsageError(
             f"engine.max_num_batched_tokens: the largest step ({budget.step_name}) needs "
-            f"{counted(budget.step, 'byte')} and {budget.available:,} are available; lower it or "
+            f"{counted(budget.needed, 'byte')} and {budget.available:,} are available; lower it or "
             "engine.max_num_seqs"
         )
     if kv_cache_memory is not None and kv_cache_memory > budget.for_cache:
         raise UsageError(
             f"engine.kv_cache_memory: {counted(kv_cache_memory, 'byte')} "
             f"{agreeing(kv_cache_memory, 'is', 'are')} asked for and {budget.for_cache:,} are available "
-            f"beside a step ({budget.step_name}: {budget.step:,}); ask for less, leave it out, or lower "
+            f"beside a step ({budget.step_name}: {budget.needed:,}); ask for less, leave it out, or lower "
             "engine.max_num_batched_tokens or engine.max_num_seqs"
         )
     wanted_len = max_model_len or context

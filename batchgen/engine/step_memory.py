@@ -2,14 +2,15 @@
 
 A few small steps are watched tensor by tensor. Activations grow linearly with the rows of a packed step,
 attention included, as scores live in registers and small buffers; so the largest step follows from small
-ones, without the seconds that running it would take on a CPU.
+ones, without the seconds that running it would take on a CPU. What is read of a step beside sampling grows
+with the rows that are scored at once, and with the hidden states they are made of.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
+from batchgen.engine.reading import read_step
 from batchgen.engine.runner import ModelRunner
 from batchgen.sampling.sampler import finite_rows
-from batchgen.types import Request, SamplingParams
+from batchgen.scores import Scoring
+from batchgen.types import Request, SamplingParams, Task
 
 FEW, MANY = 8, 40
 SCRATCH_BLOCKS = MANY + 1
@@ -73,30 +76,59 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes of the largest step: `activations` of its tokens, and `logits` of the rows that sample."""
+    """Bytes of the largest step.
+
+    Args:
+        activations: of its tokens.
+        logits: of the rows that sample; they live beside activations where a step ends.
+        scoring: the logits of known tokens that are scored, what log-softmax and ranks make of them, and the
+            copy of all hidden states that are read; all beside the logits of the rows that sample.
+    """
 
     activations: int
     logits: int
+    scoring: int = 0
 
     @property
-    def total(self) -> int:
-        """Both; they live at the same time where a step ends."""
+    def step(self) -> int:
+        """Until the tokens are sampled."""
         return self.activations + self.logits
 
 
-def largest_step(runner: ModelRunner, *, tokens: int, sampled: int) -> StepMemory:
+def largest_step(runner: ModelRunner, *, tokens: int, sampled: int, scores: bool) -> StepMemory:
     """What a step of so many tokens needs, so many of them sampled.
 
     Args:
         runner: with a cache of `SCRATCH_BLOCKS` or more blocks, which are written.
         tokens: most in a step.
         sampled: most rows of logits that lie in memory at once.
+        scores: whether requests may ask for scores of known tokens.
     """
 
     def step(few: int, of_them: int) -> None:
         finite_rows(runner.execute(_packed(runner, few, of_them)))
 
-    return measure_step(step, tokens=tokens, logits_rows=sampled)
+    measured = measure_step(step, tokens=tokens, logits_rows=sampled)
+    return replace(measured, scoring=_scoring(runner, tokens, sampled)) if scores else measured
+
+
+def _scoring(runner: ModelRunner, tokens: int, logits_rows: int) -> int:
+    """The memory of scoring every token of a step, of which the last one that was run has `MANY`."""
+    hidden = runner.hidden[:MANY].clone()
+
+    def peak(rows: int) -> int:
+        request = Request(0, [0] * rows, SamplingParams(), task=Task.PERPLEXITY)
+        request.scoring = Scoring(0, (0,) * rows, top_k=1)
+        planned = SchedulerOutput([ScheduledRequest(request, 0, rows, False, [])], rows, [], [])
+        watch = PeakBytes()
+        with torch.inference_mode(), watch:
+            read_step(planned, hidden[:rows], runner.head, rows)
+        return watch.peak
+
+    a_row = (peak(MANY) - peak(FEW)) / (MANY - FEW)
+    # With whether its logits are finite.
+    a_state: int = hidden[0].nbytes + 1
+    return int(a_row * logits_rows + a_state * max(0, tokens - logits_rows))
 
 
 def _packed(runner: ModelRunner, tokens: int, sampled: int) -> SchedulerOutput:

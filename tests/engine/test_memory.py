@@ -72,6 +72,15 @@ def test_the_table_adds_up() -> None:
     ]
 
 
+def test_what_scoring_needs_has_a_line_and_is_not_given_to_the_cache() -> None:
+    given = Budget(2**30, 513 * 2**20, 24 * 2**20, "512 tokens, 64 sampled", 100 * 2**20)
+    table = plan(budget=given).table()
+    assert table[3] == "  scoring            100  logits and log-softmax of scored tokens"
+    assert table[5].split()[:2] == ["left", "896"]
+    lean = Budget(2**30, 0, 2**28, "", 2**28)
+    assert plan(budget=lean, max_num_seqs=4096).num_blocks == 2**29 // 4 // (16 * KIB)
+
+
 def test_what_a_step_needs_is_not_given_to_the_cache() -> None:
     lean = plan(budget=budget(2**30, 2**29), max_num_seqs=4096)
     assert lean.num_blocks == 2**29 // 4 // (16 * KIB)

@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 from tiny_models import save_tiny_llama
 
 from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
+from batchgen.engine.reading import read_step
 from batchgen.engine.step_memory import PeakBytes, largest_step, measure_step
 from batchgen.models.footprint import mapped_bytes, weight_bytes
+from batchgen.scores import Scoring
 from batchgen.types import Request, SamplingParams
 
 KIB = 1024
@@ -57,19 +59,34 @@ def test_a_large_step_is_foreseen(tokens: int, logits_rows: int) -> None:
     assert found.activations == tokens * (64 + 256 + 64) * 4
     with PeakBytes() as watch:
         step(tokens, logits_rows)
-    assert watch.peak <= found.total <= 1.5 * watch.peak + 2**20
+    assert watch.peak <= found.step <= 1.5 * watch.peak + 2**20
 
 
 def test_the_largest_step_of_an_engine_is_foreseen(tmp_path: Path) -> None:
     engine = make_engine(save_tiny_llama(tmp_path), max_num_batched_tokens=200, max_num_seqs=8)
     runner = engine.core.runner
-    found = largest_step(runner, tokens=200, sampled=8)
+    found = largest_step(runner, tokens=200, sampled=8, scores=True)
     requests = [Request(i, [1] * 25, SamplingParams()) for i in range(8)]
     blocks = [[1 + 2 * i, 2 + 2 * i] for i in range(8)]
     scheduled = [ScheduledRequest(r, 0, 25, True, [ids]) for r, ids in zip(requests, blocks, strict=True)]
     with PeakBytes() as watch:
         runner.execute(SchedulerOutput(scheduled, 200, [], []))
-    assert watch.peak <= found.total <= 1.3 * watch.peak
+    assert watch.peak <= found.step <= 1.3 * watch.peak
+    with torch.inference_mode(), PeakBytes() as watch:
+        for request in requests:
+            request.scoring = Scoring(0, (1,) * 25, top_k=3)
+        read_step(SchedulerOutput(scheduled, 200, [], []), runner.hidden, runner.head, 8)
+    assert watch.peak <= found.scoring <= 1.1 * watch.peak
+    assert largest_step(runner, tokens=200, sampled=8, scores=False).scoring == 0
+    engine.core.close()
+
+
+def test_scoring_has_a_line_of_its_own_where_tokens_are_scored(tmp_path: Path) -> None:
+    engine = make_engine(save_tiny_llama(tmp_path))
+    assert any(note.split()[0] == "scoring" for note in engine.notes)
+    engine.core.close()
+    engine = make_engine(tmp_path, task="embed")
+    assert not any(note.split()[0] == "scoring" for note in engine.notes)
     engine.core.close()
 
 
