@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,7 @@ def test_s1_no_permission(place: Place, monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("sampling.temperature", "0.5", 4),
         ("prompt.user", "'{{ prompt }}!'", 4),
+        ("model.path", "other/", 4),
         ("output.part_rows", "7", 4),
         ("engine.max_num_seqs", "3", 0),
         ("run.checkpoint_seconds", "9", 0),
@@ -290,7 +292,12 @@ def test_c36_config_drift(
 ) -> None:
     data = lines({"prompt": "a"}, {"prompt": "b"})
     place.run(data)
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    value = str(tmp_path / value) if key == "model.path" else value
     said = place.call(["run", str(tmp_path / "job.yaml"), "--set", f"{key}={value}"], code)
     if code:
-        shown = said[said.index(key) :].splitlines()[:3]
+        # A model is known by what is in its files.
+        about = "weights.config.json" if key == "model.path" else key
+        shown = said[said.index(about) :].splitlines()[:3]
         assert [line.strip()[0] for line in shown[1:]] == ["-", "+"]

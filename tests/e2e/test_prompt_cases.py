@@ -91,3 +91,14 @@ def test_each_row_has_its_own_fate(tmp_path: Path, model: Path) -> None:
     limits = [8, 8, 3, 8]
     texts = [tokenizer.decode(ids[:limit]) for ids, limit in zip(expected, limits, strict=True)]
     assert [rows[i]["generated_text"] for i in good] == texts
+
+
+def test_too_long_and_just_not_too_long(tmp_path: Path, model: Path) -> None:
+    """C23 and C24. Whatever a prompt leaves room for is generated, and the last token is never fed back."""
+    lines = [json.dumps({"prompt": "a" * n}) for n in (5, 10 * CONTEXT, CONTEXT, CONTEXT - 1, CONTEXT - 3)]
+    sampling = {"max_tokens": 8, "ignore_eos": True}
+    rows = run(tmp_path, model, lines, prompt={"mode": "completion"}, sampling=sampling)
+    fates = [row["error"]["class"] if row["error"] else row["finish_reason"] for row in rows]
+    assert fates == ["length", "context_length", "context_length", "length", "length"]
+    assert [row["usage"]["completion_tokens"] for row in rows if row["usage"]][-2:] == [1, 3]
+    assert all(str(CONTEXT) in row["error"]["message"] for row in rows if row["error"])
