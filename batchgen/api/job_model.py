@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from batchgen.job.fingerprints import ModelFiles
     from batchgen.job.spec.job import JobSpec
     from batchgen.models.source import ModelSource
+    from batchgen.scores import Pooling
     from batchgen.text.tokenizer import Tokenizer
 
 
@@ -49,6 +50,20 @@ def recorded_commit(spec: JobSpec) -> str | None:
 
     manifest = load_manifest(JobFolder(spec.output_folder))
     return manifest.commits.get(revision_name(spec.model.path, spec.model.revision)) if manifest else None
+
+
+def find_pooling(spec: JobSpec, source: ModelSource) -> Pooling:
+    """How hidden states become one vector; the last token where what the model's files ask for is a fault."""
+    from batchgen.models.pooling import find_pooling
+    from batchgen.scores import Pooling
+    from batchgen.types import UsageError
+
+    if spec.embedding.pooling != "auto":
+        return Pooling(spec.embedding.pooling)
+    try:
+        return find_pooling(source.tokenizer_folder())
+    except UsageError:
+        return Pooling.LAST
 
 
 def model_files(source: ModelSource, tokenizer_source: ModelSource | None) -> ModelFiles:

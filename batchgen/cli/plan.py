@@ -25,8 +25,16 @@ if TYPE_CHECKING:
     from batchgen.job.selection import Selection
     from batchgen.job.spec.job import JobSpec
     from batchgen.text.prompt import PromptRenderer
+    from batchgen.text.task_request import TaskRequests
 
 READ = 100_000
+RESULTS = {
+    "loglikelihood": "{scored} are scored; nothing is generated",
+    "perplexity": "{scored} are scored; nothing is generated",
+    "embed": "a vector for each row; nothing is generated",
+    "classify": "a score for each label of each row; nothing is generated",
+}
+"""What comes of a row with tasks that generate nothing."""
 SAMPLE = 2_000
 
 
@@ -118,12 +126,16 @@ def _judge(spec: JobSpec, plan: Mapping[str, Any], report: Report) -> None:
 
 
 def _plan(spec: JobSpec, found: Prepared, report: Report, sample: int | None) -> dict[str, Any]:
+    from batchgen.api.check_model import check_model
     from batchgen.api.check_prompt import check_prompt
-    from batchgen.api.job_model import load_tokenizer
+    from batchgen.api.job_model import find_pooling, load_tokenizer
     from batchgen.job.plan import Outlook, make_plan
     from batchgen.job.plan_rows import scan_rows
+    from batchgen.job.plan_tokens import NO_LIMIT
     from batchgen.job.selection import Selection
     from batchgen.text.prompt import PromptRenderer
+    from batchgen.text.task_request import TaskRequests
+    from batchgen.types import Task
 
     assert found.inputs is not None
     assert found.prompt is not None
@@ -134,9 +146,13 @@ def _plan(spec: JobSpec, found: Prepared, report: Report, sample: int | None) ->
     if len(report.faults) > before:
         # Every row would fail to render; there is nothing to count.
         report.raise_faults()
+    check_model(spec, found.source, report)
     folder = _folder(spec, found, report)
     longest = _max_model_len(spec, found, folder)
-    counter, sampler = _tokenizing(spec, PromptRenderer(found.prompt, tokenizer), longest, sample)
+    pooling = find_pooling(spec, found.source)
+    requests = TaskRequests(Task(spec.task), tokenizer, longest or NO_LIMIT, pooling)
+    renderer = PromptRenderer(found.prompt, tokenizer)
+    counter, sampler = _tokenizing(spec, renderer, requests, longest, sample)
     columns = sorted(found.prompt.required_columns())
     selection = Selection.of(spec.input.rows, spec.input.limit)
     reading = _Reading(found.inputs, selection)
@@ -158,14 +174,31 @@ def _plan(spec: JobSpec, found: Prepared, report: Report, sample: int | None) ->
             max_model_len=longest,
             overflow=spec.prompt.overflow,
             dialogues=spec.sampling.turns is not None,
+            task=Task(spec.task),
+            result_bytes=_result_bytes(spec, found),
             bytes_free=shutil.disk_usage(existing).free,
             min_free_disk=spec.run.min_free_disk,
         )
     )
 
 
+def _result_bytes(spec: JobSpec, found: Prepared) -> int:
+    """Of the vector of each row, where there is one."""
+    from batchgen.models.pooling import embedding_size
+    from batchgen.types import Task
+
+    assert found.source is not None
+    if spec.task != Task.EMBED:
+        return 0
+    return 4 * (embedding_size(found.source.tokenizer_folder()) or 0)
+
+
 def _tokenizing(
-    spec: JobSpec, renderer: PromptRenderer, longest: int | None, sample: int | None
+    spec: JobSpec,
+    renderer: PromptRenderer,
+    requests: TaskRequests,
+    longest: int | None,
+    sample: int | None,
 ) -> tuple[TokenCounter, Everything | Sample]:
     from batchgen.job.plan_rows import Everything, Sample
     from batchgen.job.plan_tokens import TokenCounter
@@ -174,7 +207,7 @@ def _tokenizing(
     sampling = RowSampling(spec.sampling.model_dump(), {}, renderer.spec.per_row)
     cut = spec.prompt.overflow.startswith("truncate")
     dialogues = renderer.spec.turns is not None
-    counter = TokenCounter(renderer, sampling.of_row, longest, cut=cut, dialogues=dialogues)
+    counter = TokenCounter(renderer, requests, sampling.of_row, longest, cut=cut, dialogues=dialogues)
     return counter, Everything(counter.take) if sample is None else Sample(sample, counter.take)
 
 
@@ -291,15 +324,13 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
         # Later turns hold the answers before them, which nobody knows yet.
         about += "at least "
     lengths = tokens["prompt_lengths"]
+    generates = plan["task"] == "generate"
     yield (
-        f"prompts   {about}{_tokens(tokens['prompt'])} in all; a row has "
+        f"{'prompts' if generates else 'texts  '}   {about}{_tokens(tokens['prompt'])} in all; a row has "
         f"{lengths['mean']:,.0f} in the mean, {lengths['p50']:,.0f} in the median, "
         f"{lengths['max']:,.0f} at most"
     )
-    expected = tokens["output_expected"]
-    yield f"outputs   at most {_tokens(tokens['output_at_most'])}" + (
-        "" if expected is None else f", {_number(expected)} if they are as long as those that are done"
-    )
+    yield f"outputs   {_outputs(plan)}"
     if tokens["shared_prefix_share"] is not None:
         share = f"{tokens['shared_prefix_share']:.0%}"
         yield f"prefixes  {share} of prompt tokens are in beginnings that prompts share"
@@ -315,6 +346,17 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
         yield f"warning   {warning}"
     for note in plan["notes"]:
         yield f"note      {note}"
+
+
+def _outputs(plan: Mapping[str, Any]) -> str:
+    """What comes of the rows, by the job's task."""
+    tokens = plan["tokens"]
+    if plan["task"] in RESULTS:
+        return RESULTS[plan["task"]].format(scored=_tokens(tokens["scored"]))
+    expected = tokens["output_expected"]
+    return f"at most {_tokens(tokens['output_at_most'])}" + (
+        "" if expected is None else f", {_number(expected)} if they are as long as those that are done"
+    )
 
 
 def _finding_lines(plan: Mapping[str, Any]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
 @SET
 @AS_JSON
 def command(job: Path, row: int | None, row_id: str | None, sets: tuple[str, ...], as_json: bool) -> int:
-    """Show how one row (default: the first) is rendered and tokenized, and how it would be sampled."""
+    """Show how one row (default: the first) is rendered and tokenized, and what would be done with it.
+
+    That is how it would be sampled, or, with another task than `generate`, which of its tokens are scored or
+    how its embedding is made.
+    """
     if row is not None and row_id is not None:
         raise click.UsageError("--row and --id both choose a row; give one of them")
     shown = _explain(job, sets, row, row_id)
@@ -67,12 +72,16 @@ def _explain(job: Path, sets: tuple[str, ...], number: int | None, row_id: str |
         "status": "ok" if error is None else error.status.value,
         "error": None if error is None else {"class": error.error_class.value, "message": error.message},
         "prompt": explanation.text,
+        "continuation": explanation.continuation,
         "tokens": [{"id": i, "token": text, "special": special} for i, text, special in explanation.tokens],
+        "task": spec.task,
+        "scored_tokens": explanation.scored_tokens,
         "control_tokens": explanation.control_tokens,
         "truncated_tokens": explanation.truncated_tokens,
-        "sampling": _plain(sampling),
+        "sampling": _plain(sampling) if spec.task == "generate" else {},
+        "embedding": spec.embedding.model_dump(mode="json") if spec.task == "embed" else {},
         "turns": _turns(prompt, columns),
-        "overridden": _overridden(sampling, spec, source.folder),
+        "overridden": _overridden(sampling, spec, source.folder) if spec.task == "generate" else [],
     }
 
 
@@ -149,12 +158,10 @@ def _print(shown: dict[str, Any]) -> None:
     if shown["error"] is not None:
         lines.append(f"{shown['status']} {shown['error']['class']}: {shown['error']['message']}")
     if shown["prompt"] is not None:
-        prompt = "prompt" if shown["turns"] is None else f"prompt of turn 1 of {shown['turns']}"
-        lines += ["", prompt, shown["prompt"], "", f"{counted(len(shown['tokens']), 'token')} (* special)"]
-        lines += [
-            f"{position:7} {token['id']:8} {'*' if token['special'] else ' '} {token['token']}"
-            for position, token in enumerate(shown["tokens"])
-        ]
+        lines += ["", _heading(shown), shown["prompt"]]
+        if shown["continuation"] is not None:
+            lines += ["", "continuation", shown["continuation"]]
+        lines += ["", *_token_lines(shown)]
         if shown["control_tokens"]:
             lines.append(f"the row's own text spells {counted(shown['control_tokens'], 'control token')}")
         if shown["truncated_tokens"]:
@@ -162,9 +169,32 @@ def _print(shown: dict[str, Any]) -> None:
                 f"{counted(shown['truncated_tokens'], 'token')} "
                 f"{agreeing(shown['truncated_tokens'], 'was', 'were')} cut to make the prompt fit"
             )
-    lines += ["", "sampling (* of this row)" if shown["overridden"] else "sampling"]
-    for key, value in shown["sampling"].items():
-        lines.append(
-            f"{'*' if key in shown['overridden'] else ' '} {key}: {json.dumps(value, ensure_ascii=False)}"
-        )
+    for section in ("sampling", "embedding"):
+        if shown[section]:
+            lines += ["", f"{section} (* of this row)" if shown["overridden"] else section]
+        for key, value in shown[section].items():
+            lines.append(
+                f"{'*' if key in shown['overridden'] else ' '} {key}: {json.dumps(value, ensure_ascii=False)}"
+            )
     click.echo(safe("\n".join(lines)))
+
+
+def _heading(shown: dict[str, Any]) -> str:
+    if shown["task"] == "loglikelihood":
+        return "context"
+    if shown["task"] != "generate":
+        return "text"
+    return "prompt" if shown["turns"] is None else f"prompt of turn 1 of {shown['turns']}"
+
+
+def _token_lines(shown: dict[str, Any]) -> Iterator[str]:
+    """Each token with its marks; those that are scored are the last ones."""
+    tokens, scored = shown["tokens"], shown["scored_tokens"]
+    marks = f"(* special, > scored: {scored:,})" if scored else "(* special)"
+    yield f"{counted(len(tokens), 'token')} {marks}"
+    for position, token in enumerate(tokens):
+        mark = ">" if position >= len(tokens) - scored else " "
+        yield (
+            f"{position:7} {token['id']:8} {'*' if token['special'] else ' '}{mark if scored else ''} "
+            f"{token['token']}"
+        )

@@ -14,6 +14,7 @@ from batchgen.job.part_summary import ErrorGroup
 from batchgen.job.plan_folder import FolderOutlook
 from batchgen.job.plan_rows import RowScan, Twice
 from batchgen.job.plan_tokens import TokenScan
+from batchgen.types import Task
 
 BYTES_PER_TOKEN = 4
 ROW_BYTES = 100
@@ -40,6 +41,8 @@ class Outlook:
         max_model_len: None where it is not known without the weights.
         overflow: `prompt.overflow`.
         dialogues: whether prompts hold answers, which are counted as empty.
+        task: what is done with each row.
+        result_bytes: of a row's result besides its text, where the task gives one of a known size.
         bytes_free: on the output's disk.
         min_free_disk: bytes that must stay free.
     """
@@ -53,6 +56,8 @@ class Outlook:
     max_model_len: int | None
     overflow: str
     dialogues: bool
+    task: Task
+    result_bytes: int
     bytes_free: int
     min_free_disk: int
 
@@ -62,6 +67,7 @@ def make_plan(outlook: Outlook) -> dict[str, Any]:
     rows = _rows(outlook)
     tokens = _tokens(outlook, rows)
     plan: dict[str, Any] = {
+        "task": outlook.task.value,
         "rows": rows,
         "tokens": tokens,
         "errors": _errors(outlook, rows["total"]),
@@ -115,6 +121,7 @@ def _tokens(outlook: Outlook, rows: Mapping[str, Any]) -> dict[str, Any]:
         "prompt_at_least": outlook.dialogues,
         "output_at_most": None if scale is None else round(tokens.output_room * scale),
         "output_expected": None if scale is None or mean is None else round(mean * tokens.runnable * scale),
+        "scored": None if scale is None else round(tokens.scored_tokens * scale),
         "prompt_lengths": tokens.lengths.describe(),
         "shared_prefix_share": tokens.shared_tokens / tokens.prompt_tokens if tokens.prompt_tokens else None,
     }
@@ -185,12 +192,13 @@ def _resume(outlook: Outlook, rows: Mapping[str, Any]) -> dict[str, Any]:
 def _disk(outlook: Outlook, rows: Mapping[str, Any], tokens: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes for the rows that are left: as earlier ones took, else of the input and the longest answers."""
     folder, needed = outlook.folder, None
-    basis = "the longest answers, uncompressed"
+    longest = "the longest answers" if outlook.task is Task.GENERATE else "rows and their results"
+    basis = f"{longest}, uncompressed"
     if rows["left"] is not None and rows["total"]:
         if folder is not None and folder.bytes_per_row is not None:
             needed, basis = round(rows["left"] * folder.bytes_per_row), "what finished rows take"
         elif tokens["output_at_most"] is not None:
-            row_bytes = outlook.scan.bytes / max(outlook.scan.read, 1) + ROW_BYTES
+            row_bytes = outlook.scan.bytes / max(outlook.scan.read, 1) + ROW_BYTES + outlook.result_bytes
             needed = round(rows["total"] * row_bytes + BYTES_PER_TOKEN * tokens["output_at_most"])
     return {
         "needed": needed,
@@ -211,13 +219,19 @@ def _seconds(outlook: Outlook, rows: Mapping[str, Any], tokens: Mapping[str, Any
     return float(share * (tokens["prompt"] + tokens["output_expected"]) / folder.tokens_per_second)
 
 
+def _does_not_fit(task: Task, rows: int) -> str:
+    if task is Task.GENERATE:
+        return f"{agreeing(rows, 'leaves', 'leave')} no room to answer in"
+    return f"{agreeing(rows, 'does', 'do')} not fit in"
+
+
 def _warnings(outlook: Outlook, plan: Mapping[str, Any]) -> list[str]:
     found = []
     too_long = outlook.tokens.too_long
     if too_long and outlook.max_model_len is not None:
         found.append(
             f"{too_long:,} of {counted(outlook.tokens.rows, 'prompt')} "
-            f"{agreeing(too_long, 'leaves', 'leave')} no room to answer in "
+            f"{_does_not_fit(outlook.task, too_long)} "
             f"{counted(outlook.max_model_len, 'token')} and {agreeing(too_long, *OVERFLOW[outlook.overflow])}"
         )
     failing = sum(error["found"] for error in plan["errors"])

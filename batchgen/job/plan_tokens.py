@@ -6,7 +6,7 @@ For `plan`, which hands in batches of rows: a sample of them, or all.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,12 +14,12 @@ from batchgen.core.block_hash import ROOT_HASH, hash_block
 from batchgen.job.histogram import Histogram
 from batchgen.job.part_summary import ErrorGroup
 from batchgen.job.plan_rows import EXAMPLES, Prompt
-from batchgen.types import RowError, RowFailure, SamplingParams
+from batchgen.types import Request, RowError, RowFailure, SamplingParams
 
 BLOCK = 16
 MOST_BLOCKS = 1 << 20
 """Blocks that are remembered, some 100 MB; beyond, shared beginnings are found only with those."""
-_NO_LIMIT = 1 << 62
+NO_LIMIT = 1 << 62
 
 
 class Prepared(Protocol):
@@ -51,19 +51,26 @@ class Renderer(Protocol):
     ) -> Any: ...
 
 
+class Requests(Protocol):
+    """`batchgen.text.task_request.TaskRequests`."""
+
+    def request(self, row: Any, sampling: SamplingParams) -> Request | RowError: ...
+
+
 @dataclass(slots=True)
 class TokenScan:
     """What was found.
 
     Args:
         rows: that were rendered, those that cannot be too.
-        lengths: of prompts that can be.
+        lengths: tokens that the model reads of those that can be, all windows of a long text together.
         errors: rows that would fail, by class.
         too_long: rows that leave no room to answer, with the first of them: row, tokens.
         control_rows, control_tokens: rows whose own text spells control tokens, and how many.
         runnable: rows that would run.
         prompt_tokens: of those, as they would run.
-        output_room: output tokens that `max_tokens` and the context allow them.
+        output_room: output tokens that `max_tokens` and the context allow them; none where none are sampled.
+        scored_tokens: known tokens of those whose logprobs are computed.
         shared_tokens: prompt tokens in blocks that begin as an earlier prompt does.
     """
 
@@ -77,6 +84,7 @@ class TokenScan:
     runnable: int = 0
     prompt_tokens: int = 0
     output_room: int = 0
+    scored_tokens: int = 0
     shared_tokens: int = 0
 
 
@@ -85,6 +93,7 @@ class TokenCounter:
 
     Args:
         renderer: of the job.
+        requests: makes what the engine gets of a row, by the job's task.
         sampling_of: from the columns of a row to its sampling; raises RowFailure.
         max_model_len: of the model; None where it is not known.
         cut: whether prompts that are too long are cut to fit; else they do not run.
@@ -95,6 +104,7 @@ class TokenCounter:
     def __init__(
         self,
         renderer: Renderer,
+        requests: Requests,
         sampling_of: Callable[[Mapping[str, Any]], SamplingParams],
         max_model_len: int | None,
         *,
@@ -102,8 +112,9 @@ class TokenCounter:
         dialogues: bool = False,
     ) -> None:
         self._renderer = renderer
+        self._requests = requests
         self._sampling_of = sampling_of
-        self._max_model_len = _NO_LIMIT if max_model_len is None else max_model_len
+        self._max_model_len = NO_LIMIT if max_model_len is None else max_model_len
         self._cut = cut
         self._dialogues = dialogues
         self._blocks: set[bytes] = set()
@@ -120,16 +131,21 @@ class TokenCounter:
                 self._fail(prompt, failure.error)
         rows = [(prompt[0], prompt[2]) for prompt, _ in good]
         # Whatever the job does with prompts that are too long must not happen here: they are counted.
-        prepared = self._renderer.prepare_batch(rows, _NO_LIMIT, [sampling for _, sampling in good])
+        prepared = self._renderer.prepare_batch(rows, NO_LIMIT, [sampling for _, sampling in good])
         lengths = []
         for (prompt, sampling), first in zip(good, prepared, strict=True):
             turns = [first, *self._later_turns(prompt, first, sampling)]
-            failed = next((turn for turn in turns if isinstance(turn, RowError)), None)
+            requests = [
+                turn if isinstance(turn, RowError) else self._requests.request(turn, sampling)
+                for turn in turns
+            ]
+            failed = next((request for request in requests if isinstance(request, RowError)), None)
             if failed is not None:
                 self._fail(prompt, failed)
                 continue
-            lengths.append(len(turns[-1].token_ids))
-            self._count(prompt[0], turns, sampling)
+            good_requests = [request for request in requests if isinstance(request, Request)]
+            lengths.append(sum(len(piece.prompt_token_ids) for piece in _pieces(good_requests[-1])))
+            self._count(prompt[0], good_requests)
         self.scan.lengths.add(lengths)
 
     def _later_turns(self, prompt: Prompt, first: Prepared | RowError, sampling: SamplingParams) -> list[Any]:
@@ -137,7 +153,7 @@ class TokenCounter:
             return []
         row, _, columns = prompt
         return [
-            self._renderer.prepare_turn(row, columns, [""] * answered, _NO_LIMIT, sampling)
+            self._renderer.prepare_turn(row, columns, [""] * answered, NO_LIMIT, sampling)
             for answered in range(1, len(self._renderer.user_turns(columns)))
         ]
 
@@ -145,26 +161,36 @@ class TokenCounter:
         group = self.scan.errors.setdefault(error.error_class.value, ErrorGroup())
         group.add(prompt[0], prompt[1], error.message)
 
-    def _count(self, row: int, turns: Sequence[Prepared], sampling: SamplingParams) -> None:
-        scan, longest = self.scan, max(len(turn.token_ids) for turn in turns)
+    def _count(self, row: int, turns: Sequence[Request]) -> None:
+        scan, longest = self.scan, max(len(turn.prompt_token_ids) for turn in turns)
         # The last turn's prompt holds the text of all.
         scan.control_rows += turns[-1].control_tokens > 0
         scan.control_tokens += turns[-1].control_tokens
-        if longest >= self._max_model_len:
+        most = self._max_model_len - 1 if turns[0].generates else self._max_model_len
+        if longest > most:
             scan.too_long += 1
             if len(scan.too_long_examples) < EXAMPLES:
                 scan.too_long_examples.append((row, longest))
             if not self._cut:
                 return
         scan.runnable += 1
-        for turn in turns:
-            length = min(len(turn.token_ids), self._max_model_len - 1)
+        for piece in (piece for turn in turns for piece in _pieces(turn)):
+            length = min(len(piece.prompt_token_ids), most)
             scan.prompt_tokens += length
-            scan.output_room += sampling.n * min(sampling.max_tokens, self._max_model_len - length)
-            scan.shared_tokens += self._shared(turn.token_ids[:length])
+            scan.shared_tokens += self._shared(
+                piece.prompt_token_ids[:length], min(piece.first_needed, length - 1)
+            )
+            if piece.scoring is not None:
+                scan.scored_tokens += len(piece.scoring.targets)
+            if piece.generates:
+                sampling = piece.sampling
+                scan.output_room += sampling.n * min(sampling.max_tokens, self._max_model_len - length)
 
-    def _shared(self, ids: list[int]) -> int:
-        """Tokens of the longest beginning, in whole blocks, that an earlier prompt has as well."""
+    def _shared(self, ids: list[int], needed: int) -> int:
+        """Tokens of the longest beginning, in whole blocks, that an earlier prompt has as well.
+
+        The engine computes everything from position `needed` on in any case.
+        """
         shared, name = 0, ROOT_HASH
         for start in range(0, len(ids) - BLOCK + 1, BLOCK):
             name = hash_block(name, array("i", ids[start : start + BLOCK]).tobytes())
@@ -172,5 +198,10 @@ class TokenCounter:
                 shared += BLOCK
             elif len(self._blocks) < MOST_BLOCKS:
                 self._blocks.add(name)
-        # The engine computes the last token of a prompt in any case.
-        return min(shared, max(0, (len(ids) - 1) // BLOCK * BLOCK))
+        return min(shared, max(0, needed // BLOCK * BLOCK))
+
+
+def _pieces(request: Request) -> Iterator[Request]:
+    """A row's request, and those that follow it under its id."""
+    yield request
+    yield from request.following

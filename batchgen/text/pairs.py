@@ -65,6 +65,11 @@ def fit_context(
     return head + kept
 
 
+def scored_text(ids: list[int], prefix: int) -> list[int]:
+    """What of a tokenized text is scored: all but a `prefix` that the tokenizer has put in front of it."""
+    return ids[1:] if ids[0] == prefix and len(ids) > 1 else ids
+
+
 def scored_pair(context: list[int], continuation: list[int]) -> tuple[list[int], Scoring]:
     """What the model reads of a pair, and the tokens that are scored."""
     read = [*context, *continuation[:-1]]

@@ -20,7 +20,7 @@ from batchgen.text.content import Content, RowReader
 from batchgen.text.control_tokens import ControlTokens
 from batchgen.text.encoder import Draft, PromptEncoder
 from batchgen.text.overflow import Shortener, cut, kept_room, least_room
-from batchgen.text.pairs import fit_context, move_spaces, prefix_token
+from batchgen.text.pairs import fit_context, move_spaces, prefix_token, scored_text
 from batchgen.text.probe import chat_faults, said, system_refusal
 from batchgen.text.prompt_spec import PromptSpec
 from batchgen.text.templates import JobTemplate
@@ -64,6 +64,8 @@ class Explanation:
         tokens: (id, the vocabulary's spelling, whether it is a special token).
         control_tokens: how many control tokens the row's own text spells.
         truncated_tokens: how many tokens were cut to make it fit.
+        scored_tokens: how many of the tokens, the last ones, the task scores.
+        continuation: the second text of a pair.
         error: why the row cannot be run, if so.
     """
 
@@ -72,6 +74,8 @@ class Explanation:
     control_tokens: int
     truncated_tokens: int
     error: RowError | None
+    scored_tokens: int = 0
+    continuation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +259,20 @@ class PromptRenderer:
             return Explanation(None, [], 0, 0, draft)
         self._encoder.encode([draft])
         prepared = _caught(self._finish, 0, draft, self._limits(max_model_len, sampling or _ONE_TOKEN))
-        ids = [*(draft.token_ids or ()), *(draft.continuation_ids or ())]
+        first, second = draft.token_ids or [], draft.continuation_ids
+        ids = [*first, *(second or ())]
         tokens = [(i, self.tokenizer.token(i) or "", i in self.tokenizer.special_ids) for i in ids]
-        text = self.tokenizer.decode_all(ids) if draft.text is None else draft.shown_text
-        error = prepared if isinstance(prepared, RowError) else None
-        return Explanation(text, tokens, draft.control_tokens, draft.truncated_tokens, error)
+        text = self.tokenizer.decode_all(first) if draft.text is None else draft.shown_text
+        continuation = None if second is None else self.tokenizer.decode_all(second)
+        scored = prepared if isinstance(prepared, RowError) else _caught(self._num_scored, draft)
+        error, scored = (scored, 0) if isinstance(scored, RowError) else (None, scored)
+        counts = draft.control_tokens, draft.truncated_tokens
+        return Explanation(text, tokens, *counts, error, scored, continuation)
+
+    def _num_scored(self, draft: Draft) -> int:
+        if self._task is Task.PERPLEXITY:
+            return len(scored_text(draft.token_ids or [], prefix_token(self.tokenizer)))
+        return len(draft.continuation_ids or ())
 
     def _limits(self, max_model_len: int | None, sampling: SamplingParams) -> _Limits:
         if self._task is Task.GENERATE:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from batchgen.scores import Pooling, Scoring
-from batchgen.text.pairs import prefix_token, rolling_windows, scored_pair
+from batchgen.text.pairs import prefix_token, rolling_windows, scored_pair, scored_text
 from batchgen.text.prompt import PreparedRow
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import Request, RowError, RowFailure, SamplingParams, Task
@@ -70,12 +70,10 @@ class TaskRequests:
             prefix = prefix_token(self.tokenizer)
         except RowFailure as failure:
             return failure.error
-        # A BOS that the tokenizer has put there already is what the text is scored from, not a part of it.
-        ids = base.prompt_token_ids
-        ids = ids[1:] if ids[0] == prefix and len(ids) > 1 else ids
+        text = scored_text(base.prompt_token_ids, prefix)
         first, *others = [
             replace(base, prompt_token_ids=read, scoring=scoring)
-            for read, scoring in rolling_windows(ids, prefix, self.max_model_len)
+            for read, scoring in rolling_windows(text, prefix, self.max_model_len)
         ]
         return replace(first, following=tuple(others))
 

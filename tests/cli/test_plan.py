@@ -20,7 +20,8 @@ from batchgen.job.plan_rows import Everything, Sample, scan_rows
 from batchgen.job.plan_tokens import BLOCK, TokenCounter
 from batchgen.promise import PROMISES
 from batchgen.text.prompt import PreparedRow
-from batchgen.types import SamplingParams
+from batchgen.text.task_request import TaskRequests
+from batchgen.types import SamplingParams, Task
 
 Write = Callable[..., str]
 Captured = pytest.CaptureFixture[str]
@@ -196,7 +197,8 @@ def test_shared_beginnings_are_those_of_a_brute_force_search(prompts: list[list[
         def prepare_batch(self, rows: Any, _: int, sampling: Any = None) -> list[PreparedRow]:
             return [PreparedRow(row, values["ids"]) for row, values in rows]
 
-    counter = TokenCounter(Ids(), lambda _: SamplingParams(), None)
+    requests = TaskRequests(Task.GENERATE, None, 1 << 20)  # type: ignore[arg-type]
+    counter = TokenCounter(Ids(), requests, lambda _: SamplingParams(), None)
     everything = Everything(counter.take)
     for row, ids in enumerate(prompts):
         everything.add((row, "", {"ids": ids}))
@@ -245,3 +247,58 @@ def test_samples_are_counted_each(write_job: Write, capsys: Captured) -> None:
         "sampling: {max_tokens: 5, n: 3, temperature: 1}\n", '{"prompt": "hi"}\n{"prompt": "ho"}\n'
     )
     assert plan_of(capsys, job, "--full")["tokens"]["output_at_most"] == 2 * 3 * 5
+
+
+PAIRS = "".join(
+    json.dumps({"context": context, "continuation": continuation}) + "\n"
+    for context, continuation in (("abc", "de"), ("a" * 40, "b" * 8), ("a" * 40, "c" * 30))
+)
+
+
+def test_both_texts_of_a_pair_are_counted_and_nothing_is_generated(
+    write_job: Write, capsys: Captured
+) -> None:
+    """The model reads all of a pair but its last token: 4 and 47 tokens; the third has 69, and 64 fit."""
+    job = write_job("task: loglikelihood\nprompt: {mode: completion}\n", PAIRS)
+    plan = plan_of(capsys, job, "--full")
+    tokens = plan["tokens"]
+    assert (tokens["prompt"], tokens["scored"], tokens["output_at_most"]) == (4 + 47, 2 + 8, 0)
+    assert tokens["prompt_lengths"]["max"] == 69
+    assert (plan["task"], plan["too_long"]["found"]) == ("loglikelihood", 1)
+    assert plan["warnings"] == [
+        "1 of 3 prompts does not fit in 64 tokens and becomes an error row (context_length)"
+    ]
+    assert plan["disk"]["basis"] == "rows and their results, uncompressed"
+    assert main(["plan", job, "--full"]) == 0
+    text = capsys.readouterr().out
+    assert "\ntexts     51 tokens in all; a row has 40 in the mean" in text
+    assert "\noutputs   10 tokens are scored; nothing is generated\n" in text
+
+
+def test_a_long_text_is_scored_in_windows(write_job: Write, capsys: Captured) -> None:
+    """Of 100 tokens 64 and 36 are new; the second window is as long as the first."""
+    job = write_job(
+        "task: perplexity\nprompt: {mode: completion}\n", 2 * (json.dumps({"prompt": "x" * 100}) + "\n")
+    )
+    plan = plan_of(capsys, job, "--full")
+    tokens = plan["tokens"]
+    assert (tokens["prompt"], tokens["scored"], plan["too_long"]["found"]) == (2 * 128, 2 * 100, 0)
+    # Nothing that is scored is taken from the cache: of a later window only what comes before that.
+    assert tokens["shared_prefix_share"] == 16 / 256
+
+
+@pytest.mark.parametrize("task", ["embed", "classify"])
+def test_texts_that_become_no_tokens(write_job: Write, capsys: Captured, task: str) -> None:
+    """One token more fits than where an answer follows, and all but the last token may be cached."""
+    rows = "".join(json.dumps({"prompt": "x" * n}) + "\n" for n in (64, 64, 65))
+    job = write_job(f"task: {task}\nprompt: {{mode: completion}}\n", rows)
+    plan = plan_of(capsys, job, "--full")
+    tokens = plan["tokens"]
+    assert (tokens["prompt"], tokens["scored"], tokens["output_at_most"]) == (128, 0, 0)
+    assert plan["too_long"]["found"] == 1
+    assert tokens["shared_prefix_share"] == 48 / 128
+    assert main(["plan", job]) == 0
+    assert "for each" in next(x for x in capsys.readouterr().out.splitlines() if x.startswith("outputs"))
+    if task == "embed":
+        mean = plan_of(capsys, job, "--full", "--set", "embedding.pooling=mean")
+        assert mean["tokens"]["shared_prefix_share"] == 0

@@ -97,3 +97,23 @@ def test_the_first_turn_of_a_dialogue(write_job: Write, capsys: Captured) -> Non
     job = write_job("sampling: {turns: turns}\n", rows='{"turns": ["a", "b"]}\n')
     assert main(["show", job]) == 0
     assert "\nprompt of turn 1 of 2\n<|im_start|>user\na<|im_end|>\n" in capsys.readouterr().out
+
+
+def test_which_tokens_are_scored(write_job: Write, capsys: Captured) -> None:
+    extra = "prompt: {mode: completion}\ntask: "
+    job = write_job(extra + "loglikelihood\n", '{"context": "ab", "continuation": "cd"}\n')
+    assert main(["show", job]) == 0
+    text = capsys.readouterr().out
+    assert "\n\ncontext\nab\n\ncontinuation\ncd\n\n4 tokens (* special, > scored: 2)\n" in text
+    assert [line[18] for line in text.splitlines()[-4:]] == [" ", " ", ">", ">"]
+    assert "sampling" not in text
+    assert main(["show", write_job(extra + "perplexity\n"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["task"], shown["scored_tokens"], shown["sampling"]) == ("perplexity", 2, {})
+
+
+def test_what_becomes_of_a_text(write_job: Write, capsys: Captured) -> None:
+    assert main(["show", write_job("prompt: {mode: completion}\ntask: embed\n")]) == 0
+    text = capsys.readouterr().out
+    assert "\n\ntext\nhi\n\n2 tokens (* special)\n" in text
+    assert text.endswith('\n\nembedding\n  pooling: "auto"\n  normalize: true\n')
