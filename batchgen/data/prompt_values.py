@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
 import msgpack
 
+from batchgen.data.packer import RowPacker
 from batchgen.data.row import Row
 
-_threads = threading.local()
+# What msgpack does not know, integers beyond 64 bits too, goes as its text.
+_packer = RowPacker(default=str)
 _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
 
 
@@ -38,23 +39,13 @@ def pack_prompt_values(row: Row, names: Iterable[str]) -> bytes:
     for name in row.nonfinite:
         if name in values:
             values[name] = math.nan
-    # What msgpack does not know, integers beyond 64 bits too, goes as its text.
-    packed: bytes = _packer().pack(values)
-    return packed
+    return _packer.pack(values)
 
 
 def unpack_prompt_values(packed: bytes) -> dict[str, Any]:
     """The values again."""
     values: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False, unicode_errors="surrogatepass")
     return values
-
-
-def _packer() -> msgpack.Packer:
-    """This thread's: making one takes longer than packing a row."""
-    packer: msgpack.Packer | None = getattr(_threads, "packer", None)
-    if packer is None:
-        packer = _threads.packer = msgpack.Packer(default=str, unicode_errors="surrogatepass")
-    return packer
 
 
 def _portable(value: Any) -> Any:

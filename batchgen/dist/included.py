@@ -7,7 +7,7 @@ from typing import Any
 
 from batchgen.data.packed_logprobs import PackedLogprobs
 from batchgen.data.row_result import pack_ids
-from batchgen.data.task_columns import pack_prompt_logprobs, task_values
+from batchgen.data.task_columns import TASK_COLUMNS, pack_prompt_logprobs, task_values
 from batchgen.text.prompt import PreparedRow
 from batchgen.text.task_request import count_bytes, count_words
 from batchgen.types import Output, Sample, Task
@@ -35,6 +35,7 @@ class Included:
         self._text_of = text_of
         self._task = task
         self._lists = lists
+        self._reports = bool(asked) or bool(TASK_COLUMNS[task])
         self._keeps = not {"prompt", "prompt_token_ids", "seed"}.isdisjoint(asked)
         self._sizes: dict[int, tuple[int, int]] = {}
         self._rows: dict[int, tuple[PreparedRow, int]] = {}
@@ -51,6 +52,8 @@ class Included:
 
         A row that could not be rendered has no prompt, and one that failed no output.
         """
+        if not self._reports:
+            return None
         size = self._sizes.pop(output.request_id, None)
         values = task_values(self._task, output, size) if output.ok else {}
         if not self._asked:

@@ -17,17 +17,19 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 from batchgen.core.stats import SchedulerStats
+from batchgen.data.row_result import RowResult
 from batchgen.dist.channel import Channel, ChannelClosed, die_with_parent
 from batchgen.dist.duplicates import DedupingCore
 from batchgen.dist.included import Included
 from batchgen.dist.intake import Closed, Intake
 from batchgen.dist.row_clock import RowClock
+from batchgen.job.collector import rare_collections
 from batchgen.job.counters import CounterWriter
 from batchgen.job.result_batch import ResultBatch
 from batchgen.sampling.overrides import RowSampling
 from batchgen.text.prompt import PromptRenderer
 from batchgen.text.task_request import TaskRequests
-from batchgen.types import BatchgenError, EngineError, Output, Request, RowError, Status
+from batchgen.types import BatchgenError, EngineError, Output, Request, RowError, Sample, Status
 
 PROGRESS_SECONDS = 1.0
 IDLE_SECONDS = 0.2
@@ -264,21 +266,23 @@ class WorkerLoop:
     def _send_results(self, outputs: list[Output]) -> None:
         if outputs:
             self._forget(outputs)
-            batch = ResultBatch()
-            for output in outputs:
-                batch.add(output.request_id, self._result(output), _stats(output))
+            batch = ResultBatch.packed_of(
+                [output.request_id for output in outputs],
+                [self._result(output) for output in outputs],
+                [_stats(output) for output in outputs],
+            )
             self._channel.send(batch.message())
 
-    def _result(self, output: Output) -> dict[str, Any]:
+    def _result(self, output: Output) -> RowResult:
         """What goes to the journal: a function of the row, never of scheduling."""
-        error, included = output.error, self._included.of(output)
-        result = {
-            "status": (Status.OK if error is None else error.status).value,
-            **_answer(output, lists=self._lists),
-            "error": None if error is None else [error.error_class.value, error.message],
-            "usage": [output.prompt_tokens, output.completion_tokens, output.truncated_tokens],
-        }
-        return result if included is None else {**result, "included": included}
+        error = output.error
+        return RowResult(
+            Status.OK if error is None else error.status,
+            *_answer(output, lists=self._lists),
+            error,
+            (output.prompt_tokens, output.completion_tokens, output.truncated_tokens),
+            self._included.of(output),
+        )
 
     def _send_partials(self, checkpoint: int | None) -> None:
         dialogues = self._intake.dialogues
@@ -313,31 +317,35 @@ class WorkerLoop:
         )
 
 
-def _answer(output: Output, *, lists: bool) -> dict[str, Any]:
-    """Text and reasons of a row: of a dialogue its texts, of several samples lists of all.
+def _answer(output: Output, *, lists: bool) -> tuple[Any, Any, Any]:
+    """Text, finish reason and stop reason of a row: of a dialogue its texts, of several samples lists of all.
 
     None where there is an error, or a task that gives no answer.
     """
-    if output.error is not None or not output.samples:
-        return {"text": None, "finish_reason": None, "stop_reason": None}
-    texts = [sample.text for sample in output.turns or output.samples]
-    finish = [sample.finish_reason and sample.finish_reason.value for sample in output.samples]
-    stop = [None if s.stop_reason is None else str(s.stop_reason) for s in output.samples]
+    samples = output.samples
+    if output.error is not None or not samples:
+        return None, None, None
     if lists:
-        return {"text": texts, "finish_reason": finish, "stop_reason": stop}
-    text = texts if output.turns else texts[0]
-    return {"text": text, "finish_reason": finish[0], "stop_reason": stop[0]}
+        texts = [sample.text for sample in output.turns or samples]
+        return texts, [sample.finish_reason for sample in samples], list(map(_stop_reason, samples))
+    text = [turn.text for turn in output.turns] if output.turns else samples[0].text
+    return text, samples[0].finish_reason, _stop_reason(samples[0])
 
 
-def _stats(output: Output) -> dict[str, int]:
-    return {
-        "cached_tokens": output.cached_tokens,
-        "preemptions": output.preemptions,
-        "queue_ms": round(1000 * output.queue_seconds),
-        "prefill_ms": round(1000 * output.prefill_seconds),
-        "decode_ms": round(1000 * output.decode_seconds),
-        "control_tokens": output.control_tokens,
-    }
+def _stop_reason(sample: Sample) -> str | None:
+    return None if sample.stop_reason is None else str(sample.stop_reason)
+
+
+def _stats(output: Output) -> tuple[int, ...]:
+    """In the order of `result_batch.STATS`."""
+    return (
+        output.cached_tokens,
+        output.preemptions,
+        round(1000 * output.queue_seconds),
+        round(1000 * output.prefill_seconds),
+        round(1000 * output.decode_seconds),
+        output.control_tokens,
+    )
 
 
 def serve(build: Build) -> NoReturn:
@@ -363,7 +371,9 @@ def _serve(build: Build) -> int:
     except ChannelClosed:
         return 0
     try:
-        WorkerLoop(channel, channel.receive()["config"], build).run()
+        loop = WorkerLoop(channel, channel.receive()["config"], build)
+        with rare_collections():
+            loop.run()
     except ChannelClosed:
         return 0
     except BatchgenError as error:

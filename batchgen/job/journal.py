@@ -15,7 +15,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import itemgetter
@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from batchgen.data.packer import RowPacker
 from batchgen.data.row import DIGEST_BYTES
+from batchgen.data.row_result import RowResult
 from batchgen.grammar import agreeing, counted
 from batchgen.job.files import OS_FILES, FileOps, disk_full, open_existing, read_file, storage, storage_error
 from batchgen.types import StorageError
@@ -37,7 +39,7 @@ _SEGMENT_NAME = re.compile(r"e(\d{6,})-w(\d{3,})-(\d{6,})\.seg")
 _CHECKED = struct.Struct("<IBq")
 _SPAN_BYTES = 1024 * 1024
 _GAP_BYTES = 16 * 1024
-_RESULT_FIELDS = ("status", "text", "finish_reason", "stop_reason", "error", "usage")
+_packer = RowPacker()
 
 
 class Kind(IntEnum):
@@ -103,29 +105,28 @@ class ResultRecord:
 
     Args:
         digest: of the input record that it answers; another content makes it void.
-        message: `status`, `text`, `finish_reason`, `stop_reason`, `error`, `usage` as the worker sent them,
-            and `included` where `output.include` asks for more.
+        result: what became of it.
     """
 
     digest: bytes
-    message: Mapping[str, Any]
+    result: RowResult
 
     def pack(self) -> bytes:
-        return result_payload(self.digest, pack_result(self.message))
+        return result_payload(self.digest, pack_result(self.result))
 
     @classmethod
     def unpack(cls, payload: bytes) -> ResultRecord:
         digest, *values = unpack_result(payload)
-        names = (*_RESULT_FIELDS, "included")[: len(values)]
-        return cls(digest, dict(zip(names, values, strict=True)))
+        return cls(digest, RowResult.of(*values))
 
 
-def pack_result(message: Mapping[str, Any]) -> bytes:
-    """A result, with the fields of `ResultRecord.message`, as `result_payload` takes it."""
-    values = [message[name] for name in _RESULT_FIELDS]
-    if "included" in message:
-        values.append(message["included"])
-    return _pack(values)
+def pack_result(result: RowResult) -> bytes:
+    """A result as `result_payload` takes it: its fields in order, and `included` only where there is any."""
+    status, text, finish_reason, stop_reason, error, usage, included, _ = result
+    said = None if error is None else (error.error_class, error.message)
+    if included is None:
+        return _packer.pack((status, text, finish_reason, stop_reason, said, usage))
+    return _packer.pack((status, text, finish_reason, stop_reason, said, usage, included))
 
 
 def result_payload(digest: bytes, packed: bytes) -> bytes:
@@ -160,16 +161,11 @@ class PartialRecord:
     def pack(self) -> bytes:
         values = [self.digest, self.start, list(self.ids)]
         # Nearly every row has one sample.
-        return _pack([*values, self.sample] if self.sample else values)
+        return _packer.pack([*values, self.sample] if self.sample else values)
 
     @classmethod
     def unpack(cls, payload: bytes) -> PartialRecord:
         return cls(*msgpack.unpackb(payload))
-
-
-def _pack(value: Any) -> bytes:
-    packed: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
-    return packed
 
 
 def segment_seed(job_id: str, name: str) -> int:

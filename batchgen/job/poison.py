@@ -18,9 +18,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from batchgen.data.row_result import RowResult
 from batchgen.job.files import atomic_write, storage
 from batchgen.job.window import Pending
-from batchgen.types import ErrorClass
+from batchgen.types import ErrorClass, RowError
 
 DEATHS_ALONE = 2
 SHORT_ANSWER = 4
@@ -30,16 +31,9 @@ GUILTY = (
 )
 
 
-def guilty_result() -> dict[str, Any]:
-    """The result of a row that kills the engine, in the form in which workers report results."""
-    return {
-        "status": "error",
-        "text": None,
-        "finish_reason": None,
-        "stop_reason": None,
-        "error": [ErrorClass.ENGINE_CRASH.value, GUILTY],
-        "usage": None,
-    }
+def guilty_result() -> RowResult:
+    """The result of a row that kills the engine."""
+    return RowResult.from_error(RowError(ErrorClass.ENGINE_CRASH, GUILTY))
 
 
 class Suspects:

@@ -130,10 +130,10 @@ def _apply(found: Replay, epoch: int, record: Record) -> None:
     if record.kind == Kind.RESULT:
         known = found.results.get(record.row)
         if known is None or known.epoch < epoch:
-            result = ResultRecord.unpack(record.payload)
-            status, usage = result.message["status"], result.message["usage"]
-            counted = None if usage is None else (usage[0], usage[1], usage[2])
-            found.results[record.row] = FoundResult(epoch, record.location, result.digest, status, counted)
+            answer = ResultRecord.unpack(record.payload)
+            found.results[record.row] = FoundResult(
+                epoch, record.location, answer.digest, answer.result.status, answer.result.usage
+            )
     elif record.kind == Kind.PARTIAL:
         partial = PartialRecord.unpack(record.payload)
         before = found.partials.get(record.row) or FoundPartial(partial.digest)

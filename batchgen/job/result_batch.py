@@ -5,8 +5,8 @@ The worker packs, so that the supervisor, which serves all workers, only copies 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from batchgen.data.row_result import RowResult
@@ -29,34 +29,37 @@ class ResultBatch:
         stats: a column for each of `STATS`.
     """
 
-    rows: list[int] = field(default_factory=list)
-    packed: list[bytes] = field(default_factory=list)
-    status: list[str] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)
-    completion_tokens: list[int] = field(default_factory=list)
-    stats: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in STATS})
+    rows: Sequence[int]
+    packed: Sequence[bytes]
+    status: Sequence[str]
+    prompt_tokens: Sequence[int]
+    completion_tokens: Sequence[int]
+    stats: Mapping[str, Sequence[int]]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def add(self, row: int, result: Mapping[str, Any], stats: Mapping[str, int]) -> None:
-        """Take one result.
+    @classmethod
+    def packed_of(
+        cls, rows: Sequence[int], results: Sequence[RowResult], stats: Sequence[Sequence[int]] = ()
+    ) -> ResultBatch:
+        """Pack results.
 
         Args:
-            row: that it answers.
-            result: `status`, `text` (a list for a dialogue), `finish_reason`, `stop_reason`, `error` (class
-                and message, or None), `usage` (prompt, completion and truncated tokens, or None), and
-                `included` where `output.include` asks for more; lists where rows have several samples.
-            stats: those of `STATS` that are known; the others are 0.
+            rows: that they answer.
+            results: of each.
+            stats: those of `STATS` of each, in that order; empty where they are not known.
         """
-        prompt_tokens, completion_tokens, _ = result["usage"] or _NO_TOKENS
-        self.rows.append(row)
-        self.packed.append(pack_result(result))
-        self.status.append(result["status"])
-        self.prompt_tokens.append(prompt_tokens)
-        self.completion_tokens.append(completion_tokens)
-        for name, column in self.stats.items():
-            column.append(stats.get(name, 0))
+        usages = [result.usage or _NO_TOKENS for result in results]
+        columns = zip(*stats, strict=True) if stats else ([0] * len(rows) for _ in STATS)
+        return cls(
+            rows,
+            [pack_result(result) for result in results],
+            [result.status for result in results],
+            [usage[0] for usage in usages],
+            [usage[1] for usage in usages],
+            dict(zip(STATS, columns, strict=True)),
+        )
 
     def message(self) -> dict[str, Any]:
         """What goes to the supervisor."""
@@ -75,10 +78,8 @@ class ResultBatch:
     def without(self, places: set[int]) -> ResultBatch:
         """The same without the results at some places."""
         kept = [place for place in range(len(self.rows)) if place not in places]
-        if not kept:
-            return ResultBatch()
 
-        def these(column: list[Any]) -> list[Any]:
+        def these(column: Sequence[Any]) -> list[Any]:
             return [column[place] for place in kept]
 
         columns = {name: these(getattr(self, name)) for name in self.__slots__ if name != "stats"}

@@ -335,8 +335,7 @@ class Supervisor:
             self._deaths.died(worker, code, lines, len(self._fleet))
 
     def _convict(self, guilty: Pending) -> None:
-        batch = ResultBatch()
-        batch.add(guilty.row, guilty_result(), {})
+        batch = ResultBatch.packed_of([guilty.row], [guilty_result()])
         self._results.add([guilty], batch, None)
         self._commit()
         self._suspects.convicted(guilty.row)

@@ -131,12 +131,12 @@ class RowReader:
 
     def _source(self, columns: Mapping[str, Any]) -> tuple[str, Any]:
         """The column that holds the prompt, and its value, which is not null."""
-        name = next((candidate for candidate in self._sources if candidate in columns), None)
-        if name is None:
-            raise RowFailure(
-                ErrorClass.MISSING_COLUMN, f"the row has no column {' or '.join(map(repr, self._sources))}"
-            )
-        return _named(name, columns)
+        for name in self._sources:
+            if name in columns:
+                return _named(name, columns)
+        raise RowFailure(
+            ErrorClass.MISSING_COLUMN, f"the row has no column {' or '.join(map(repr, self._sources))}"
+        )
 
     def _continuation(self, columns: Mapping[str, Any]) -> str | None:
         if not self._spec.scores_pairs:

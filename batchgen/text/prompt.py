@@ -8,10 +8,10 @@ dialogue with `prepare_turn`; `validate` asks for `faults` before any weights lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchgen.grammar import counted
 from batchgen.text import messages as chat
@@ -32,8 +32,7 @@ __all__ = ["Explanation", "PreparedRow", "PromptRenderer", "PromptSpec"]
 _SHOWN = 500
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRow:
+class PreparedRow(NamedTuple):
     """A row that can be run.
 
     Args:
@@ -80,15 +79,17 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """The context of the model, and the sampling of one row, which wants some of it; None wants nothing."""
+    """The context of the model, and the sampling of rows, which want some of it; None wants nothing.
+
+    `least_room` is how many tokens are left at least for an answer.
+    """
 
     max_model_len: int | None
     sampling: SamplingParams | None
+    least_room: int = field(init=False)
 
-    @property
-    def least_room(self) -> int:
-        """Fewest tokens that are left for an answer."""
-        return 0 if self.sampling is None else least_room(self.sampling)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "least_room", 0 if self.sampling is None else least_room(self.sampling))
 
     def excess(self, tokens: int) -> int:
         """By how many tokens a prompt of `tokens` is too long; 0 or less if it fits."""
@@ -212,13 +213,12 @@ class PromptRenderer:
         """
         drafts: list[Draft | RowError] = [_caught(self._draft, columns) for _, columns in rows]
         self._encoder.encode([draft for draft in drafts if isinstance(draft, Draft)])
+        sampling = sampling or [_ONE_TOKEN] * len(rows)
+        # Mostly all rows of a job share one.
+        limits = {id(one): self._limits(max_model_len, one) for one in sampling}
         return [
-            draft
-            if isinstance(draft, RowError)
-            else _caught(self._finish, row, draft, self._limits(max_model_len, sampled))
-            for (row, _), draft, sampled in zip(
-                rows, drafts, sampling or [_ONE_TOKEN] * len(rows), strict=True
-            )
+            draft if isinstance(draft, RowError) else _caught(self._finish, row, draft, limits[id(sampled)])
+            for (row, _), draft, sampled in zip(rows, drafts, sampling, strict=True)
         ]
 
     def user_turns(self, columns: Mapping[str, Any]) -> list[str]:

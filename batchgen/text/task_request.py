@@ -42,7 +42,7 @@ class TaskRequests:
             output: what an earlier attempt has sampled.
             priority: higher runs first.
         """
-        base = Request(
+        request = Request(
             row.row,
             row.token_ids,
             sampling,
@@ -53,17 +53,18 @@ class TaskRequests:
             task=self.task,
         )
         match self.task:
+            case Task.GENERATE:
+                request.scoring = _prompt_scoring(row.token_ids, sampling)
             case Task.LOGLIKELIHOOD:
                 read, scoring = scored_pair(row.token_ids, row.continuation_ids or [])
-                return replace(base, prompt_token_ids=read, scoring=scoring)
+                request.prompt_token_ids, request.scoring = read, scoring
             case Task.PERPLEXITY:
-                return self._windows(base)
+                return self._windows(request)
             case Task.EMBED:
-                return replace(base, pooling=self.pooling, normalize=self.normalize)
+                request.pooling, request.normalize = self.pooling, self.normalize
             case Task.CLASSIFY:
-                return replace(base, pooling=Pooling.LAST)
-            case Task.GENERATE:
-                return replace(base, scoring=_prompt_scoring(row.token_ids, sampling))
+                request.pooling = Pooling.LAST
+        return request
 
     def _windows(self, base: Request) -> Request | RowError:
         try:

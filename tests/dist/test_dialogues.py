@@ -77,7 +77,7 @@ class Talk:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self.streams: dict[int, list[int]] = {}
-        self.done: dict[int, dict[str, Any]] = {}
+        self.done: dict[int, Any] = {}
 
     def _run(self) -> None:
         try:
@@ -92,7 +92,7 @@ class Talk:
         message = [[row, pack({"turns": turns}), [given.get(row, [])], 0] for row, turns in rows.items()]
         self._ours.send({"type": "rows", "rows": message})
 
-    def until(self, results: int, checkpoints: bool = False) -> dict[int, dict[str, Any]]:
+    def until(self, results: int, checkpoints: bool = False) -> dict[int, Any]:
         """Receive until so many rows are done; partials must be gapless and go on where they ended."""
         while len(self.done) < results:
             if checkpoints:
@@ -109,7 +109,7 @@ class Talk:
                 self.streams[row] += ids
         elif message["type"] == "results":
             for row, packed in zip(message["rows"], message["packed"], strict=True):
-                self.done[row] = dict(ResultRecord.unpack(result_payload(bytes(16), packed)).message)
+                self.done[row] = ResultRecord.unpack(result_payload(bytes(16), packed)).result
         return message
 
     def end(self) -> None:
@@ -162,7 +162,7 @@ def test_reasoning_is_no_part_of_the_conversation(start: Any, model: Path) -> No
         reasoning, _, answer = oracle_turn(model, hf, opened, chat).partition(mark)
         expected.append((reasoning.strip(), answer.lstrip()))
         chat.append({"role": "assistant", "content": answer.lstrip()})
-    assert list(zip(result["included"]["reasoning"], result["text"], strict=True)) == expected
+    assert list(zip(result.included["reasoning"], result.generated_text, strict=True)) == expected
 
 
 def oracle_turn(model: Path, hf: Any, template: str, chat: list[dict[str, str]]) -> str:
@@ -179,12 +179,12 @@ def test_the_same_as_by_hand(start: Any, model: Path) -> None:
     done = talk.until(len(TURNS))
     talk.end()
     for row in (0, 1, 2):
-        assert done[row]["status"] == "ok"
-        assert done[row]["text"] == by_hand(model, TURNS[row])
+        assert done[row].status == "ok"
+        assert done[row].generated_text == by_hand(model, TURNS[row])
     # The second turn does not fit, so the row has no result; its first answer is no half of one.
-    assert (done[3]["status"], done[3]["text"]) == ("error", None)
-    assert done[3]["error"][0] == "context_length"
-    assert done[3]["error"][1].startswith("turn 2: the prompt has ")
+    assert (done[3].status, done[3].generated_text) == ("error", None)
+    assert done[3].error.error_class == "context_length"
+    assert done[3].error.message.startswith("turn 2: the prompt has ")
     assert not talk.loop._intake.dialogues
 
 
@@ -195,13 +195,13 @@ def test_usage_is_the_sum_of_the_turns(start: Any, model: Path) -> None:
     talk.end()
     hf = Tokenizer.load(str(model)).hf
     chat, prompts = [{"role": "system", "content": SYSTEM}], 0
-    for turn, answer in zip(TURNS[0], result["text"], strict=True):
+    for turn, answer in zip(TURNS[0], result.generated_text, strict=True):
         chat.append({"role": "user", "content": turn})
         prompts += len(hf.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
         chat.append({"role": "assistant", "content": answer})
-    assert result["usage"][0] == prompts
-    assert result["usage"][1] <= 3 * MAX_TOKENS
-    assert len(result["included"]["output_token_ids"]) // 4 <= result["usage"][1]
+    assert result.usage[0] == prompts
+    assert result.usage[1] <= 3 * MAX_TOKENS
+    assert len(result.included["output_token_ids"]) // 4 <= result.usage[1]
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,8 @@ def test_turns_that_others_have_too_are_in_the_stream(start: Any) -> None:
     talk.send(rows)
     whole = dict(talk.until(3, checkpoints=True))
     talk.end()
-    assert whole[0]["text"] == whole[4]["text"]
-    assert whole[0]["text"][:2] == whole[1]["text"][:2]
+    assert whole[0].generated_text == whole[4].generated_text
+    assert whole[0].generated_text[:2] == whole[1].generated_text[:2]
     draw = random.Random(1)
     for _ in range(4):
         partial = {row: ids[: draw.randint(0, len(ids))] for row, ids in talk.streams.items()}
@@ -249,12 +249,12 @@ def test_a_row_may_take_so_long_not_each_of_its_turns(start: Any, monkeypatch: p
     # Each step takes a second, and each turn at most MAX_TOKENS steps.
     talk = start({"ignore_eos": True}, {"row_timeout": MAX_TOKENS + 2})
     talk.send({1: TURNS[1]})
-    assert talk.until(1)[1]["status"] == "ok"
+    assert talk.until(1)[1].status == "ok"
     talk.send({0: TURNS[0]})
-    (error_class, message) = talk.until(2)[0]["error"]
+    error = talk.until(2)[0].error
     talk.end()
-    assert error_class == "timeout"
-    assert message.startswith("turn 2: the row was not done after 12 s")
+    assert error.error_class == "timeout"
+    assert error.message.startswith("turn 2: the row was not done after 12 s")
 
 
 def test_stopped_between_turns_nothing_is_lost(start: Any) -> None:
@@ -279,10 +279,10 @@ def test_a_turn_that_is_cut_or_left_out(start: Any) -> None:
     talk.send({3: TURNS[3]})
     (cut,) = talk.until(1).values()
     talk.end()
-    assert cut["status"] == "ok"
-    assert cut["usage"][2] > 100
+    assert cut.status == "ok"
+    assert cut.usage[2] > 100
     talk = start(overflow="skip")
     talk.send({3: TURNS[3]})
     (skipped,) = talk.until(1).values()
     talk.end()
-    assert (skipped["status"], skipped["error"][0]) == ("skipped", "context_length")
+    assert (skipped.status, skipped.error.error_class) == ("skipped", "context_length")

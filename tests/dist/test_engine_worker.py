@@ -50,14 +50,14 @@ class Talk:
             if message["type"] in kinds:
                 return message
 
-    def results(self, count: int) -> dict[int, dict[str, Any]]:
+    def results(self, count: int) -> dict[int, Any]:
         """Results of `count` rows, each exactly once."""
-        done: dict[int, dict[str, Any]] = {}
+        done: dict[int, Any] = {}
         while len(done) < count:
             message = self.next("results")
             for row, packed in zip(message["rows"], message["packed"], strict=True):
                 assert row not in done
-                done[row] = dict(ResultRecord.unpack(result_payload(bytes(16), packed)).message)
+                done[row] = ResultRecord.unpack(result_payload(bytes(16), packed)).result
         return done
 
 
@@ -94,12 +94,12 @@ def test_rows_become_results_and_faults_stay_their_own(start: Any, model: Path) 
     assert ready["facts"]["batch_invariant"] is True
     talk.handle.send({"type": "rows", "rows": rows(TEXTS)})
     done = talk.results(len(TEXTS))
-    assert [done[i]["status"] for i in range(7)] == ["ok"] * 4 + ["error", "error", "ok"]
-    assert [done[4]["error"][0], done[5]["error"][0]] == ["empty_prompt", "context_length"]
+    assert [done[i].status for i in range(7)] == ["ok"] * 4 + ["error", "error", "ok"]
+    assert [done[4].error.error_class, done[5].error.error_class] == ["empty_prompt", "context_length"]
     tokenizer = Tokenizer.load(str(model))
     good = [0, 1, 2, 3, 6]
     expected = oracle(model, tokenizer.encode_batch([TEXTS[i] for i in good]), 12)
-    assert [done[i]["text"] for i in good] == [tokenizer.decode(ids) for ids in expected]
+    assert [done[i].generated_text for i in good] == [tokenizer.decode(ids) for ids in expected]
     counters = read_counters(talk.counters)
     assert counters is not None
     assert counters.sampled >= sum(len(ids) for ids in expected)
@@ -127,7 +127,7 @@ def test_partials_resume_to_the_same_text(start: Any, n: int) -> None:
     again.handle.send({"type": "rows", "rows": resumed})
     assert again.results(3) == whole
     if n > 1:
-        assert [len({*result["text"]}) for result in whole.values()] == [n] * 3
+        assert [len({*result.generated_text}) for result in whole.values()] == [n] * 3
 
 
 def test_a_canary_is_answered_and_counts_for_nothing(start: Any) -> None:
@@ -139,7 +139,7 @@ def test_a_canary_is_answered_and_counts_for_nothing(start: Any) -> None:
     assert counters is not None
     assert counters.sampled == 0
     talk.handle.send({"type": "rows", "rows": rows(TEXTS[:4])})
-    assert talk.results(4)[3]["usage"][1] == 12
+    assert talk.results(4)[3].usage[1] == 12
     talk.handle.send({"type": "canary", "row": 4, "values": pack({"prompt": ""})})
     assert talk.next("canary", "results") == {"type": "canary"}
     assert rows_in_step(talk.counters) != []
@@ -150,8 +150,8 @@ def test_a_row_that_runs_too_long_is_an_error_of_its_own(start: Any) -> None:
     talk.next("ready")
     talk.handle.send({"type": "rows", "rows": rows(TEXTS[:2])})
     done = talk.results(2)
-    assert {r["error"][0] for r in done.values()} == {"timeout"}
-    assert done[0]["error"][1] == (
+    assert {r.error.error_class for r in done.values()} == {"timeout"}
+    assert done[0].error.message == (
         "the row was not done after 1e-06 s in the engine (run.row_timeout); "
         "lower sampling.max_tokens or raise the limit"
     )

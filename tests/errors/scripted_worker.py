@@ -10,8 +10,10 @@ from typing import Any
 
 from thread_worker import ThreadWorker
 
+from batchgen.data.row_result import RowResult
 from batchgen.job.result_batch import ResultBatch
 from batchgen.job.run_options import OnMessage
+from batchgen.types import ErrorClass, RowError
 
 KILLED = -9
 
@@ -104,16 +106,11 @@ class ScriptedWorker(ThreadWorker):
         return True
 
     def _answers(self, rows: list[list[Any]]) -> dict[str, Any]:
-        batch = ResultBatch()
-        for number, *_ in rows:
-            failed = self._script.fails.get(number)
-            result = {
-                "status": "error" if failed else "ok",
-                "text": None if failed else f"answer {number}",
-                "finish_reason": None if failed else "stop",
-                "stop_reason": None,
-                "error": list(failed) if failed else None,
-                "usage": None if failed else [1, 1, 0],
-            }
-            batch.add(number, result, {})
-        return batch.message()
+        numbers = [number for number, *_ in rows]
+        return ResultBatch.packed_of(numbers, list(map(self._answer, numbers))).message()
+
+    def _answer(self, number: int) -> RowResult:
+        failed = self._script.fails.get(number)
+        if failed is None:
+            return RowResult("ok", f"answer {number}", "stop", usage=(1, 1, 0))
+        return RowResult.from_error(RowError(ErrorClass(failed[0]), failed[1]))

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from job_inputs import read_output
 
 from batchgen.data.results import plan_output
+from batchgen.data.row_result import RowResult
 from batchgen.data.source import open_input
 from batchgen.job.folder import JobFolder
 from batchgen.job.journal import JournalReader, ResultRecord
@@ -44,8 +45,7 @@ class FolderMachine(RuleBasedStateMachine):
 
     def result(self, row: int, text: str) -> bytes:
         """Payload of a result."""
-        message = {"status": "ok", "text": text, "finish_reason": "stop", "stop_reason": None}
-        return ResultRecord(self.rows[row].digest, {**message, "error": None, "usage": [1, 2, 0]}).pack()
+        return ResultRecord(self.rows[row].digest, RowResult("ok", text, "stop", usage=(1, 2, 0))).pack()
 
     def texts(self, found: Replay) -> dict[int, str]:
         """By row, what the results in the journal say."""
@@ -61,5 +61,4 @@ class FolderMachine(RuleBasedStateMachine):
 
 def text_of(payload: bytes) -> str:
     """The text of a result."""
-    text: str = ResultRecord.unpack(payload).message["text"]
-    return text
+    return str(ResultRecord.unpack(payload).result.generated_text)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from job_driver import Settings, run_here
 from job_inputs import data_bytes, write_jsonl
 
+from batchgen.data.row_result import RowResult
 from batchgen.job.claims import Claims
 from batchgen.job.folder import JobFolder
 from batchgen.job.journal import (
@@ -29,7 +30,6 @@ from batchgen.job.verify import verify_folder
 from batchgen.types import InputError, StorageError
 
 FATAL = {"faults": [{"do": "fatal", "after_tokens": 300, "exit_code": 3, "message": "the card fell out"}]}
-MESSAGE = dict.fromkeys(("text", "finish_reason", "stop_reason", "error", "usage")) | {"status": "ok"}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def segment(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes, list[
     folder = tmp_path_factory.mktemp("journal")
     writer = JournalWriter(folder, "job", 3)
     for row in range(4):
-        writer.append(Kind.RESULT, row, ResultRecord(b"d" * 16, MESSAGE).pack())
+        writer.append(Kind.RESULT, row, ResultRecord(b"d" * 16, RowResult("ok")).pack())
     writer.append(Kind.PARTIAL, 4, PartialRecord(b"d" * 16, 0, [1, 2, 70_000]).pack())
     writer.commit()
     writer.close()

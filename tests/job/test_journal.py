@@ -11,6 +11,7 @@ from failing_files import FailingFiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.data.row_result import RowResult
 from batchgen.job.files import OS_FILES
 from batchgen.job.journal import (
     HEADER,
@@ -32,19 +33,8 @@ JOB = "job-1"
 DIGEST = b"d" * 16
 
 
-def message(text: str) -> dict[str, object]:
-    return {
-        "status": "ok",
-        "text": text,
-        "finish_reason": "stop",
-        "stop_reason": None,
-        "error": None,
-        "usage": [3, len(text), 0],
-    }
-
-
 def result(text: str, digest: bytes = DIGEST) -> bytes:
-    return ResultRecord(digest, message(text)).pack()
+    return ResultRecord(digest, RowResult("ok", text, "stop", usage=(3, len(text), 0))).pack()
 
 
 def partial(start: int, ids: list[int], digest: bytes = DIGEST) -> bytes:
@@ -64,8 +54,7 @@ def texts(folder: Path, accepted: dict[str, int] | None = None, job: str = JOB) 
 
 
 def text_of(payload: bytes) -> str:
-    text: str = ResultRecord.unpack(payload).message["text"]
-    return text
+    return str(ResultRecord.unpack(payload).result.generated_text)
 
 
 payloads = st.lists(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from batchgen.data.row_result import RowResult
 from batchgen.job.claims import Claims
 from batchgen.job.folder import JobFolder
 from batchgen.job.journal import JournalWriter, Kind, ResultRecord
@@ -208,8 +209,7 @@ def write_row(folder: JobFolder, epoch: int, row: int) -> JournalWriter:
 
 
 def add_row(writer: JournalWriter, row: int) -> None:
-    message = dict.fromkeys(("text", "finish_reason", "stop_reason", "error", "usage"))
-    writer.append(Kind.RESULT, row, ResultRecord(b"d" * 16, {"status": "ok", **message}).pack())
+    writer.append(Kind.RESULT, row, ResultRecord(b"d" * 16, RowResult("ok")).pack())
     writer.commit()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from batchgen.data.row_result import RowResult
 from batchgen.job.claims import Claims
 from batchgen.job.folder import JobFolder
 from batchgen.job.journal import JournalWriter, Kind, PartialRecord, ResultRecord
@@ -14,8 +15,7 @@ from batchgen.job.replay import Replay, replay
 from batchgen.types import OwnershipError
 
 JOB, DIGEST, PART_ROWS = "job", b"d" * 16, 10
-MESSAGE = {"status": "ok", "text": "x" * 40, "finish_reason": "stop", "stop_reason": None, "error": None}
-RESULT = ResultRecord(DIGEST, {**MESSAGE, "usage": [1, 1, 0]}).pack()
+RESULT = ResultRecord(DIGEST, RowResult("ok", "x" * 40, "stop", usage=(1, 1, 0))).pack()
 
 
 class Run:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.data.prompt_values import unpack_prompt_values
+from batchgen.data.row_result import RowResult
 from batchgen.job.result_batch import ResultBatch
 from batchgen.job.run_options import OnMessage
 
@@ -89,11 +90,9 @@ class ThreadWorker:
 
 
 def _answers(rows: list[list[Any]]) -> dict[str, Any]:
-    ok = {"status": "ok", "finish_reason": "stop", "stop_reason": None, "error": None, "usage": [1, 1, 0]}
-    batch = ResultBatch()
-    for row, values, *_ in rows:
-        batch.add(row, {**ok, "text": text_of(unpack_prompt_values(values)["prompt"])}, {})
-    return batch.message()
+    texts = [text_of(unpack_prompt_values(values)["prompt"]) for _, values, *_ in rows]
+    results = [RowResult("ok", text, "stop", usage=(1, 1, 0)) for text in texts]
+    return ResultBatch.packed_of([row for row, *_ in rows], results).message()
 
 
 class ThreadLauncher:
