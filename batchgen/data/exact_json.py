@@ -11,7 +11,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from json.encoder import encode_basestring
@@ -31,6 +31,7 @@ _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 # A string, closed or not (so that no byte is scanned twice), or one bracket.
 _BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{\]}]', re.DOTALL)
 _PLAIN_SCALARS = frozenset({str, int, float, bool, type(None)})
+_INTEGERS = frozenset({int})
 
 
 class ExactFloat(float):
@@ -91,7 +92,7 @@ class LineDecoder:
         nonfinite: tuple[str, ...] = ()
         if "nan_replaced" in self._notes:
             values, nonfinite = _without_nonfinite(values)
-        if _SURROGATE_ESCAPE.search(data):
+        if b"\\" in data and _SURROGATE_ESCAPE.search(data):
             values = self._without_surrogates(values)
         return Decoded(values, tuple(self._notes), nonfinite)
 
@@ -229,13 +230,18 @@ def draft(value: Any) -> str:
     return write(value)
 
 
+def draft_members(value: Mapping[Any, Any]) -> str:
+    """Those of an object, without the braces around them, as `draft` writes them."""
+    return ", ".join([f"{encode_basestring(str(k))}: {draft(v)}" for k, v in value.items()])
+
+
 def _encode_dict(value: dict[Any, Any]) -> str:
-    return "{" + ", ".join([f"{encode_basestring(str(k))}: {draft(v)}" for k, v in value.items()]) + "}"
+    return f"{{{draft_members(value)}}}"
 
 
 def _encode_list(value: list[Any] | tuple[Any, ...]) -> str:
     types = set(map(type, value))
-    if types == {int}:
+    if types == _INTEGERS:
         # Python writes such a list, of token ids mostly, as JSON does.
         return repr(value if type(value) is list else list(value))
     if types <= _PLAIN_SCALARS:

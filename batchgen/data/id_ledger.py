@@ -50,7 +50,8 @@ class ReadIds:
         """Take the id of the next selected row."""
         self.hashes += hash_id(row_id)
         self.ordinals.append(ordinal)
-        self.looks_suffixed = self.looks_suffixed or looks_suffixed(row_id)
+        if "#" in row_id:
+            self.looks_suffixed = self.looks_suffixed or looks_suffixed(row_id)
 
     def behind(self, ordinal: int) -> ReadIds:
         """Those of the rows from `ordinal` on."""

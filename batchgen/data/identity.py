@@ -38,7 +38,7 @@ class RowIdentity:
         value = row.values.get(self._name)
         if value is None:
             if self.column is None:
-                return row.id
+                return self.synthetic(row.file, row.ordinal)
             problem = "is null; fill it" if self._name in row.values else "is missing; add it"
             raise self._failure(f"{problem}, or set input.id: auto")
         text = id_text(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from batchgen.data.line_reader import BLANK, LineReader, too_long
+from batchgen.data.row import digest
 from batchgen.data.text_reader import BOM, Record
 from batchgen.types import ErrorClass, RowFailure
 
@@ -29,6 +30,14 @@ class JsonlRecords:
         self.line = line
 
     def next(self) -> Record | None:
+        data = self._lines.next_beginning(b"{")
+        if data is None:
+            return self._next_of_any()
+        self.line += 1
+        return Record(data.removesuffix(b"\r"), len(data), digest(data), self.line)
+
+    def _next_of_any(self) -> Record | None:
+        """The same, of lines that may be blank, too long, or begin with a BOM."""
         while (line := self._lines.next()) is not None:
             self.line += 1
             if line.blank:

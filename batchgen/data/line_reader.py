@@ -87,6 +87,21 @@ class LineReader(ChunkCursor):
         self._start = end + 1
         return self._line(data, newline=1)
 
+    def next_beginning(self, beginning: bytes) -> bytes | None:
+        """The next line, if it begins so, is not too long and lies in memory; else None, and nothing is read.
+
+        Most lines of a file are like this, and need no more said of them.
+        """
+        start = self._start
+        if not self._chunk.startswith(beginning, start):
+            return None
+        end = self._chunk.find(b"\n", start)
+        if end < 0 or end - start > self._max:
+            return None
+        self._start = end + 1
+        self.offset += end + 1 - start
+        return self._chunk[start:end]
+
     def _next_across_chunks(self) -> Line | None:
         pieces = Pieces(self._max)
         end = -1

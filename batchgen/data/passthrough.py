@@ -146,7 +146,7 @@ class TypedPassthrough:
     def _rest(self, row: Row) -> str | None:
         rest = {
             name: value
-            for name, value in _going_through(row, self.selected, self.omitted)
+            for name, value in _going_through(row, self.selected, self.omitted).items()
             if name not in self.kinds or not (value is None or _kind(self.kinds[name]).fits(value))
         }
         return encode(rest) if rest else None
@@ -171,7 +171,7 @@ class VerbatimPassthrough:
         object.__setattr__(self, "_taken", frozenset((self.extra, *self.reserved)))
 
     def members(self, row: Row) -> Mapping[str, Any]:
-        taken, values = self._taken, dict(_going_through(row, self.selected, self.omitted))
+        taken, values = self._taken, _going_through(row, self.selected, self.omitted)
         if taken.isdisjoint(values):
             return values
         members = {name: value for name, value in values.items() if name not in taken}
@@ -291,14 +291,12 @@ def _writable_field(field: pa.Field) -> pa.Field:
     return field.with_type(_writable(field.type))
 
 
-def _going_through(
-    row: Row, selected: Collection[str] | None, omitted: Collection[str]
-) -> Iterable[tuple[str, Any]]:
-    return [
-        (name, value)
+def _going_through(row: Row, selected: Collection[str] | None, omitted: Collection[str]) -> dict[str, Any]:
+    return {
+        name: value
         for name, value in row.values.items()
         if name not in omitted and (selected is None or name in selected)
-    ]
+    }
 
 
 def _listed(names: Collection[str] | None) -> list[str] | None:

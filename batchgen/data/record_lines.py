@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from batchgen.data.exact_json import draft, encode, one_line
+from batchgen.data.exact_json import draft, draft_members, encode, one_line
 from batchgen.data.openai_logprobs import chat_logprobs, completion_logprobs
 from batchgen.data.packed_logprobs import PackedLogprobs
 from batchgen.data.passthrough import MemberPassthrough
@@ -65,7 +65,7 @@ class OurLine:
         if "sample" in names:
             text += f"{names['sample']}{draft(result.sample)}"
         if members:
-            text += f", {draft(dict(members))[1:-1]}"
+            text += f", {draft_members(members)}"
         if self._task:
             text += self._values(self._task, result.included or {})
         if "generated_text" in names:

@@ -6,7 +6,7 @@ Everything here is cheap to create, and what goes to disk turns into JSON and ba
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -108,8 +108,13 @@ class PartIndexer:
     _hash: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
 
     def add(self, row: Row) -> None:
-        self.rows += 1
-        self._hash.update(row.digest)
+        """The next row."""
+        self.add_all([row])
+
+    def add_all(self, rows: Sequence[Row]) -> None:
+        """The next rows."""
+        self.rows += len(rows)
+        self._hash.update(b"".join([row.digest for row in rows]))
 
     def entry(self) -> PartIndexEntry:
         return PartIndexEntry(self.part, self.start, self.rows, self._hash.hexdigest())

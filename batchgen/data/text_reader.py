@@ -143,18 +143,19 @@ class TextReader:
         self._note(f"{where}; the rows before it were kept")
 
     def _row(self, record: Record) -> Row:
-        ordinal = self.position.ordinal
-        self.position = Position(self._file.index, self._records.offset, self._records.line, ordinal + 1)
+        ordinal, file = self.position.ordinal, self._file
+        self.position = Position(file.index, self._records.offset, self._records.line, ordinal + 1)
+        # By place, because every row passes here.
         row = Row(
-            ordinal=ordinal,
-            id=self._identity.synthetic(self._file.name, ordinal),
-            values={},
-            error=None,
-            line=record.line,
-            file=self._file.name,
-            digest=record.digest,
-            next_position=self.position,
-            notes=record.notes,
+            ordinal,
+            "",
+            {},
+            None,
+            record.line,
+            file.name,
+            record.digest,
+            self.position,
+            record.notes,
             size=record.size,
         )
         try:
@@ -162,8 +163,7 @@ class TextReader:
         except RowFailure as e:
             message = f"{row.file} line {row.line}: {e.error.message}"
             row.error = RowError(e.error.error_class, message)
-            if isinstance(e, RefusedRecord):
-                row.id = e.row_id
+            row.id = e.row_id if isinstance(e, RefusedRecord) else self._identity.synthetic(row.file, ordinal)
         return row
 
     def _fill(self, row: Row, record: Record) -> None:

@@ -77,11 +77,12 @@ class RowPool:
             InputError: the input is cut or has changed, or a row is bad and that is to stop the run.
         """
         while self._bytes < self._most_bytes:
-            pending = self._window.take()
-            if pending is None:
+            found = self._window.take()
+            if not found:
                 break
-            if not self._is_expected(pending):
-                self._add(pending)
+            for pending in found:
+                if not self._is_expected(pending):
+                    self._add(pending)
         self._window_full = self._window.full
 
     def take(self) -> Pending | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -24,8 +24,11 @@ from batchgen.job.ids import IdReading, goes_beyond, has_ids
 from batchgen.job.selection import Selection
 from batchgen.types import BatchgenError, UsageError
 
-FAST_ROWS = 5000
-"""Rows per second with which the run reads so fast that reading ahead of it gains little."""
+FAST_ROWS = 2000
+"""Rows per second with which the run reads so fast that reading ahead of it gains little.
+
+A run that could read several times as fast still does so beside this thread, which takes its share.
+"""
 _PACE_SECONDS = 0.5
 _POLL_SECONDS = 0.1
 _MOST_READ = 256
@@ -73,14 +76,16 @@ class UniqueIds:
         if self._started:
             self._feed.begin(ordinal)
 
-    def add(self, row: Row) -> None:
-        """The run has read a selected row."""
+    def add(self, rows: Sequence[Row]) -> None:
+        """The run has read selected rows."""
         if not self._started:
-            if AUTO_COLUMN not in row.values:
+            first = next((place for place, row in enumerate(rows) if AUTO_COLUMN in row.values), None)
+            if first is None:
                 return
             self._start()
-            self._feed.begin(row.ordinal)
-        self._feed.add(row)
+            rows = rows[first:]
+            self._feed.begin(rows[0].ordinal)
+        self._feed.add(rows)
 
     def end(self, position: Position) -> None:
         """The run has read every row before this place, since it began."""
@@ -181,9 +186,10 @@ class _Feed:
         self._reading = ReadIds(ordinal)
         self._next = ordinal
 
-    def add(self, row: Row) -> None:
+    def add(self, rows: Sequence[Row]) -> None:
         if self._reading is not None:
-            self._reading.add(row.id, row.ordinal)
+            for row in rows:
+                self._reading.add(row.id, row.ordinal)
 
     def end(self, position: Position) -> None:
         read = self._reading

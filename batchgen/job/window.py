@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from batchgen.data.id_decisions import IdDecisions
@@ -32,7 +33,10 @@ _ROW_BYTES = 500
 KEPT_BYTES = 16 * 1024 * 1024
 """Of rows of the input, as they lie there, that stay in memory until their part is put together."""
 # Rows that are passed over in one go on the way to the first that is selected.
-_ROWS_AT_ONCE = 5000
+_PASSED_AT_ONCE = 5000
+# That are read in one go; fewer where they are large, so that they do not add to what is in flight.
+_ROWS_AT_ONCE = 100
+_BYTES_AT_ONCE = 256 * 1024
 # Each holds the results that stay, about a megabyte.
 MOST_REPLACED_PARTS = 32
 
@@ -59,7 +63,9 @@ class Pending:
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.size = _ROW_BYTES + len(self.values) + 4 * sum(map(len, self.partial))
+        self.size = _ROW_BYTES + len(self.values)
+        if self.partial:
+            self.size += 4 * sum(map(len, self.partial))
 
 
 @dataclass(slots=True)
@@ -205,8 +211,8 @@ class Window:
             part.entry is not None and not part.unanswered and not part.whole for part in self._open.values()
         )
 
-    def take(self) -> Pending | None:
-        """The next row that must run; None while the window is full, and at the end.
+    def take(self) -> list[Pending]:
+        """The next rows that must run, a few at a time; none while the window is full, and at the end.
 
         Raises:
             InputError: the input is cut or has changed, or a row is bad and `on_bad_row` says stop.
@@ -214,10 +220,10 @@ class Window:
         """
         self.busy = False
         while self._reading is not None or self._open_next():
-            pending = self._read_one()
-            if pending is not None:
+            pending = self._read_some()
+            if pending:
                 return pending
-        return None
+        return []
 
     def answered(self, rows: Iterable[int]) -> None:
         """Note that rows have results, which are not on disk yet; once for each."""
@@ -313,7 +319,7 @@ class Window:
         can_go_on = self._rows is not None and self._position.ordinal <= first
         if not can_go_on or start.ordinal > self._position.ordinal:
             self._restart(start)
-        stop = min(first, self._position.ordinal + _ROWS_AT_ONCE)
+        stop = min(first, self._position.ordinal + _PASSED_AT_ONCE)
         while self._position.ordinal < stop:
             if self._next_row() is None:
                 self._end_before(first)
@@ -340,49 +346,74 @@ class Window:
             self._position = row.next_position
         return row
 
-    def _read_one(self) -> Pending | None:
+    def _read_some(self) -> list[Pending]:
+        """Read on in the part that is being read; the rows of it that must run."""
         part = self._reading
         if part is None:
-            return None
-        row = self._next_row()
-        if row is None:
+            return []
+        rows = self._next_rows(part)
+        if not rows:
             self._end_of_input(part)
-            return None
-        part.indexer.add(row)
+            return []
+        self._position = rows[-1].next_position
+        part.indexer.add_all(rows)
         if part.known is not None:
             self._check(part)
-        pending = None
         if part.rows is not None:
-            self._take_room(part, row.size)
-        if row.selected and row.ordinal >= part.first:
-            pending = self._place(part, row)
-            if part.rows is not None:
-                part.rows.append(row)
-        if row.ordinal + 1 == part.stop or self._limit_reached():
+            self._take_room(part, rows)
+        selected = [row for row in rows if row.selected and row.ordinal >= part.first]
+        pending = self._place(part, selected)
+        if part.rows is not None:
+            part.rows += selected
+        if self._position.ordinal == part.stop or self._limit_reached():
             self._close_reading(part)
         return pending
+
+    def _next_rows(self, part: OpenPart) -> list[Row]:
+        """A few rows, none of them beyond what the part, its first reading or the limit ends with."""
+        most = min(_ROWS_AT_ONCE, part.stop - self._position.ordinal)
+        if self._selection.limit is not None:
+            most = min(most, self._selection.limit - self.selected)
+        if part.known is not None and part.known.rows > part.indexer.rows:
+            most = min(most, part.known.rows - part.indexer.rows)
+        rows: list[Row] = []
+        size = 0
+        for row in islice(self._rows or (), most):
+            rows.append(row)
+            size += row.size
+            if size >= _BYTES_AT_ONCE:
+                break
+        return rows
 
     def _check(self, part: OpenPart) -> None:
         """Compare with the first reading as soon as as many rows have passed."""
         if part.known is not None and part.known.rows == part.indexer.rows:
             self._index.check(part.indexer.entry(), self._input_name())
 
-    def _take_room(self, part: OpenPart, size: int) -> None:
-        """Account for a row that may stay in memory; one that `where` drops too: batches stay whole."""
-        size += _ROW_BYTES
+    def _take_room(self, part: OpenPart, rows: Sequence[Row]) -> None:
+        """Account for rows that may stay in memory; those that `where` drops too: batches stay whole."""
+        size = _ROW_BYTES * len(rows) + sum([row.size for row in rows])
         part.rows_bytes += size
         self._kept_bytes += size
         if self._kept_bytes > KEPT_BYTES:
             self._kept_bytes -= part.rows_bytes
             part.rows, part.rows_bytes = None, 0
 
-    def _place(self, part: OpenPart, row: Row) -> Pending | None:
-        part.selected += 1
-        self.selected += 1
+    def _place(self, part: OpenPart, rows: Sequence[Row]) -> list[Pending]:
+        """Take selected rows into a part; those that must run."""
+        part.selected += len(rows)
+        self.selected += len(rows)
         if self._ids is not None:
-            self._ids.add(row)
+            self._ids.add(rows)
         if self._decisions is not None:
-            self._decisions.apply(row)
+            for row in rows:
+                self._decisions.apply(row)
+        pending = [waiting for row in rows if (waiting := self._pending(part, row)) is not None]
+        part.unanswered += len(pending)
+        return pending
+
+    def _pending(self, part: OpenPart, row: Row) -> Pending | None:
+        """A row as one that must run; None where it is done."""
         for note in row.notes:
             part.notes.setdefault(note, [0, row.ordinal])[0] += 1
         if row.skipped:
@@ -405,7 +436,6 @@ class Window:
             part.done[row.ordinal] = result.location
             self._count(row, result.status, result.usage)
             return None
-        part.unanswered += 1
         packed = pack_prompt_values(row, self._columns)
         key = self._order(row.ordinal, (row.values.get(name) for name in self._columns), len(packed))
         known = partial.samples if partial is not None and partial.digest == row.digest else []

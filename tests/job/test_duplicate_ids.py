@@ -199,11 +199,11 @@ def test_what_a_fast_run_has_read_is_not_read_again(tmp_path: Path, monkeypatch:
         rows = list(inputs.rows())
         ids.begin(0)
         for row in rows[:4]:
-            ids.add(row)
+            ids.add([row])
         ids.end(rows[3].next_position)
         ids.begin(4)
         for row in rows[4:]:
-            ids.add(row)
+            ids.add([row])
         ids.end(rows[-1].next_position)
         with pytest.raises(UsageError, match="rows 2 and 8"):
             ids.finish(lambda: False)

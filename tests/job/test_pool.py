@@ -46,13 +46,13 @@ class Rows:
     def full(self) -> bool:
         return not self.exhausted and self.next % self.part_rows == 0 and len(self.open) >= self.parts
 
-    def take(self) -> Pending | None:
+    def take(self) -> list[Pending]:
         if self.exhausted or self.full:
-            return None
+            return []
         pending = self.waiting[self.next]
         self.open.setdefault(pending.row // self.part_rows, set()).add(pending.row)
         self.next += 1
-        return pending
+        return [pending]
 
     def done(self, row: int) -> None:
         part = row // self.part_rows
