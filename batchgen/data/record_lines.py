@@ -20,6 +20,7 @@ from batchgen.types import RowError, Status
 if TYPE_CHECKING:
     from batchgen.data.results import BatchLabels, OutputPlan
 
+_NULL = "null"
 Liner = Callable[[Row, RowResult], str]
 """From a row and its result to one line, or one for each sample, without the last newline."""
 
@@ -53,25 +54,31 @@ class OurLine:
     def __init__(self, names: Mapping[str, str], *, lists: bool = False) -> None:
         self._lists = lists
         self._names = {key: f", {draft(name)}: " for key, name in names.items()}
+        self._row, self._id, self._sample = map(self._names.get, ("row", "id", "sample"))
+        self._text, self._error, self._usage = map(self._names.get, ("generated_text", "error", "usage"))
         self._includes = [key for key in INCLUDED if key in names]
         self._task = [key for key in ALL_TASK_COLUMNS if key in names]
         self._reasons: dict[tuple[Any, Any, str], str] = {}
 
     def __call__(self, row: int, row_id: str, members: Mapping[str, Any], result: RowResult) -> str:
-        names = self._names
-        text = f"{names['row']}{row}" if "row" in names else ""
-        if "id" in names:
-            text += f"{names['id']}{draft(row_id)}"
-        if "sample" in names:
-            text += f"{names['sample']}{draft(result.sample)}"
+        text = "" if self._row is None else f"{self._row}{row}"
+        if self._id is not None:
+            text += f"{self._id}{draft(row_id)}"
+        if self._sample is not None:
+            text += f"{self._sample}{draft(result.sample)}"
         if members:
             text += f", {draft_members(members)}"
         if self._task:
             text += self._values(self._task, result.included or {})
-        if "generated_text" in names:
-            text += f"{names['generated_text']}{draft(result.generated_text)}"
+        if self._text is not None:
+            text += f"{self._text}{draft(result.generated_text)}"
         text += self._reason(result)
-        text += self._rest(result)
+        if self._error is not None:
+            text += f"{self._error}{_NULL if result.error is None else _error('class', result.error)}"
+        if self._usage is not None:
+            text += f"{self._usage}{_usage(result.usage)}"
+        if self._includes:
+            text += self._values(self._includes, result.included or {})
         return one_line(f"{{{text[2:]}}}")
 
     def _reason(self, result: RowResult) -> str:
@@ -89,15 +96,6 @@ class OurLine:
     def _members(self, *values: Any) -> str:
         named = zip(("finish_reason", "stop_reason", "status"), values, strict=True)
         return "".join(f"{self._names[name]}{draft(value)}" for name, value in named if name in self._names)
-
-    def _rest(self, result: RowResult) -> str:
-        names, error = self._names, result.error
-        text = ""
-        if "error" in names:
-            text = f"{names['error']}{'null' if error is None else _error('class', error)}"
-        if "usage" in names:
-            text += f"{names['usage']}{_usage(result.usage)}"
-        return text + self._values(self._includes, result.included or {}) if self._includes else text
 
     def _values(self, keys: Sequence[str], included: Mapping[str, Any]) -> str:
         lists = self._lists
@@ -127,10 +125,13 @@ def _error(key: str, error: RowError) -> str:
     return f'{{"{key}": "{error.error_class.value}", "message": {encode(error.message)}}}'
 
 
-def _usage(usage: Any) -> str:
+def _usage(usage: Sequence[int] | None) -> str:
     if usage is None:
-        return "null"
-    return f'{{"prompt_tokens": {usage[0]}, "completion_tokens": {usage[1]}, "truncated_tokens": {usage[2]}}}'
+        return _NULL
+    prompt, completion, truncated = usage
+    return (
+        f'{{"prompt_tokens": {prompt}, "completion_tokens": {completion}, "truncated_tokens": {truncated}}}'
+    )
 
 
 class BatchLine:

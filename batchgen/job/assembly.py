@@ -113,16 +113,16 @@ class Assembler:
 
     def _results(self, part: OpenPart, rows: list[Row]) -> list[RowResult]:
         done = [part.done.get(row.ordinal) for row in rows]
-        located = [(row.ordinal, at) for row, at in zip(rows, done, strict=True) if isinstance(at, Location)]
+        located = [(row.ordinal, at) for row, at in zip(rows, done, strict=True) if type(at) is Location]
         payloads = iter(self._reader.results(located))
         results = []
         for row, known in zip(rows, done, strict=True):
-            if isinstance(known, Location):
+            if type(known) is Location:
                 digest, *values = unpack_result(next(payloads))
                 if digest != row.digest:
                     raise self._changed(part)
                 results.append(RowResult.of(*values))
-            elif known is not None:
+            elif type(known) is RowResult:
                 results.append(known)
             elif row.error is not None:
                 results.append(RowResult.from_error(row.error))
@@ -166,7 +166,7 @@ def _batches(rows: Iterable[Row], part: OpenPart) -> Iterator[list[Row]]:
     for row in rows:
         batch.append(row)
         done = part.done.get(row.ordinal)
-        size += row.size + (done.length if isinstance(done, Location) else 0)
+        size += row.size + (done.length if type(done) is Location else 0)
         if len(batch) >= BATCH_ROWS or size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0

@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +39,8 @@ _CHECKED = struct.Struct("<IBq")
 _SPAN_BYTES = 1024 * 1024
 _GAP_BYTES = 16 * 1024
 _packer = RowPacker()
+# By the first byte of a short array, that of an array with one more member, and that a digest comes first.
+_ONE_MORE = {0x90 + n: bytes((0x91 + n, 0xC4, DIGEST_BYTES)) for n in range(15)}
 
 
 class Kind(IntEnum):
@@ -137,7 +138,7 @@ def result_payload(digest: bytes, packed: bytes) -> bytes:
         packed: by `pack_result`.
     """
     # An array of msgpack with one more member in front: so short ones have their length in the first byte.
-    return b"%c\xc4%c%b%b" % (packed[0] + 1, DIGEST_BYTES, digest, packed[1:])
+    return _ONE_MORE[packed[0]] + digest + packed[1:]
 
 
 def unpack_result(payload: bytes) -> list[Any]:
@@ -214,22 +215,21 @@ def _payload_at(data: bytes, position: int, seed: int, kind: Kind, row: int) -> 
     return payload if whole and checked == checksum else None
 
 
-def _spans(
-    wanted: Sequence[tuple[int, Location]],
-) -> Iterator[tuple[str, int, int, list[tuple[int, Location]]]]:
-    """Stretches of segments to read at once: name, beginning, end, and the records within."""
-    members: list[tuple[int, Location]] = []
+def _spans(wanted: Sequence[tuple[int, Location]]) -> Iterator[tuple[str, int, int, list[int]]]:
+    """Stretches of segments to read at once: name, beginning, end, and which of the records are within."""
+    places: list[int] = []
     name, start, end = "", 0, 0
-    for row, location in sorted(wanted, key=itemgetter(1)):
-        near = location.segment == name and location.offset - end <= _GAP_BYTES
-        if not near or location.offset - start > _SPAN_BYTES:
-            if members:
-                yield name, start, end, members
-            name, start, members = location.segment, location.offset, []
-        members.append((row, location))
-        end = location.offset + location.length
-    if members:
-        yield name, start, end, members
+    for place in sorted(range(len(wanted)), key=lambda place: wanted[place][1]):
+        segment, offset, length = wanted[place][1]
+        near = segment == name and offset - end <= _GAP_BYTES
+        if not near or offset - start > _SPAN_BYTES:
+            if places:
+                yield name, start, end, places
+            name, start, places = segment, offset, []
+        places.append(place)
+        end = offset + length
+    if places:
+        yield name, start, end, places
 
 
 def _record_at(name: str, data: bytes, position: int, seed: int) -> Record | None:
@@ -424,14 +424,15 @@ class JournalReader:
         Raises:
             StorageError: a segment cannot be read.
         """
-        found: dict[Location, bytes | None] = {}
-        for name, start, end, members in _spans(wanted):
+        found: list[bytes | None] = [None] * len(wanted)
+        for name, start, end, places in _spans(wanted):
             with storage(self._folder / name, action="read"):
                 data = os.pread(self._descriptor(name), end - start, start)
             seed = segment_seed(self._job_id, name)
-            for row, location in members:
-                found[location] = _payload_at(data, location.offset - start, seed, kind, row)
-        return [found[location] for _, location in wanted]
+            for place in places:
+                row, location = wanted[place]
+                found[place] = _payload_at(data, location.offset - start, seed, kind, row)
+        return found
 
     def close(self) -> None:
         """Close the segment that was read last."""

@@ -43,9 +43,10 @@ class LiveSegments:
     def note(self, committed: Sequence[Committed]) -> None:
         """Take what is on disk now, in the order in which it was written."""
         for kind, row, location in committed:
-            parts = self._parts_of.setdefault(location.segment, set())
+            if location.segment not in self._parts_of:
+                self._parts_of[location.segment] = set()
             if kind == Kind.RESULT:
-                parts.add(row // self._part_rows)
+                self._parts_of[location.segment].add(row // self._part_rows)
                 self._tokens_at.pop(row, None)
             elif row in self._moving:
                 # Moved tokens come first in their commit, and are all that were on disk before it.

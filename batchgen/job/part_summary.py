@@ -125,9 +125,9 @@ def add_results(summary: PartSummary, keys: Sequence[tuple[int, str]], results: 
     """
     summary.status.update([result.status for result in results])
     reasons: Iterable[Any] = [result.finish_reason for result in results]
-    if any(isinstance(reason, list) for reason in reasons):
+    if list in set(map(type, reasons)):
         reasons = chain.from_iterable(r if isinstance(r, list) else [r] for r in reasons)
-    summary.finish_reasons.update(reason for reason in reasons if reason is not None)
+    summary.finish_reasons.update([reason for reason in reasons if reason is not None])
     usages = [result.usage for result in results if result.usage is not None]
     if usages:
         prompt, output, truncated = zip(*usages, strict=True)
