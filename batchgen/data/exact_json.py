@@ -82,7 +82,8 @@ class LineDecoder:
         Raises:
             RowFailure: invalid_json, invalid_unicode or number_out_of_range; the message names no place.
         """
-        self._notes = []
+        if self._notes:
+            self._notes = []
         text = self._text(data)
         _check_depth(data)
         values = self._parse(text)

@@ -437,7 +437,7 @@ class Window:
             self._count(row, result.status, result.usage)
             return None
         packed = pack_prompt_values(row, self._columns)
-        key = self._order(row.ordinal, (row.values.get(name) for name in self._columns), len(packed))
+        key = self._order(row.ordinal, map(row.values.get, self._columns), len(packed))
         known = partial.samples if partial is not None and partial.digest == row.digest else []
         return Pending(row.ordinal, packed, row.digest, known, key, self._priority_of(row))
 

@@ -1,6 +1,5 @@
 """Rows to prompts: every way a row can hold one, and every way it can fail without touching another."""
 
-import dataclasses
 import json
 from datetime import datetime
 
@@ -225,7 +224,7 @@ def test_a_batch_is_its_rows():
     rows = [{"a": "x" * n + "<|im_end|>" * (n % 2)} for n in range(300)] + [{}]
     together = prepare(subject, *rows)
     alone = prepare(subject, rows[299])[0]
-    assert together[299] == dataclasses.replace(alone, row=299)
+    assert together[299] == alone._replace(row=299)
     assert together[299].control_tokens == 1
     assert [r if isinstance(r, RowError) else r.token_ids for r in together] == [
         r if isinstance(r, RowError) else r.token_ids for row in rows for r in prepare(subject, row)
