@@ -19,7 +19,7 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from batchgen.core.stats import SchedulerStats
 from batchgen.dist.handle import launch_worker
 from batchgen.dist.serve import ReadyEngine, serve
 from batchgen.sampling.overrides import RowSampling
-from batchgen.scores import Classification, TokenScores
+from batchgen.scores import Classification, TokenLogprob, TokenScores
 from batchgen.text.prompt import PromptRenderer
 from batchgen.text.prompt_spec import PromptSpec
 from batchgen.text.task_request import TaskRequests
@@ -129,6 +129,21 @@ def answer(
 def text_of(ids: list[int]) -> str:
     """The text of an answer: a word for each token."""
     return array("H", ids).tobytes().hex(" ", 2)
+
+
+def scores_of(ids: Sequence[int], top_k: int) -> TokenScores:
+    """Logprobs of tokens, each a function of its id alone; the second likeliest are those with odd ids."""
+
+    def likeliest(token: int) -> tuple[TokenLogprob, ...]:
+        best = token - token % 2
+        return tuple(TokenLogprob((best + i) % VOCABULARY, -(best + i) / 64, 1 + i) for i in range(top_k))
+
+    return TokenScores(
+        array("q", ids),
+        array("d", [-token / 64 for token in ids]),
+        array("q", [1 + token % 2 for token in ids]),
+        [likeliest(token) for token in ids] if top_k else [],
+    )
 
 
 def prompt_ids(text: str) -> list[int]:
@@ -292,6 +307,7 @@ class FakeCore:
             queue_seconds=live.started - live.added,
             decode_seconds=time.monotonic() - live.started,
             control_tokens=request.control_tokens,
+            scores=_known_scores(request),
         )
 
     def _read(self, live: _Live) -> Output:
@@ -304,15 +320,10 @@ class FakeCore:
             truncated_tokens=request.truncated_tokens,
             queue_seconds=live.started - live.added,
         )
+        output.scores = _known_scores(request)
         if request.scoring is not None:
-            wanted = [one.scoring for one in (request, *request.following) if one.scoring is not None]
-            targets = [target for scoring in wanted for target in scoring.targets]
-            output.scores = TokenScores(
-                array("q", targets),
-                array("d", [-target / 64 for target in targets]),
-                array("q", [1 + t % 2 for t in targets]),
-            )
-        elif request.task is Task.EMBED:
+            return output
+        if request.task is Task.EMBED:
             output.embedding = array("f", [sum(request.prompt_token_ids), len(request.prompt_token_ids)])
         else:
             share = len(request.prompt_token_ids) % 8 / 8
@@ -331,7 +342,16 @@ def _sample(ids: list[int], sampling: SamplingParams) -> Sample:
     reasoning = None
     if sampling.reasoning is not None:
         reasoning, _, text = text.partition(" ")
-    return Sample(ids, text, FinishReason.LENGTH if full else FinishReason.STOP, reasoning=reasoning)
+    scores = None if sampling.logprobs is None else scores_of(ids, sampling.logprobs)
+    reason = FinishReason.LENGTH if full else FinishReason.STOP
+    return Sample(ids, text, reason, reasoning=reasoning, scores=scores)
+
+
+def _known_scores(request: Request) -> TokenScores | None:
+    """Of the tokens that the request came with, where they are wanted."""
+    wanted = [one.scoring for one in (request, *request.following) if one.scoring is not None]
+    targets = [target for scoring in wanted for target in scoring.targets]
+    return scores_of(targets, wanted[0].top_k) if wanted else None
 
 
 def _once_more(fault: Fault, behaviour: Behaviour) -> bool:

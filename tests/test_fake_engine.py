@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_engine import Behaviour, FakeCore, answer, save_model, text_of
 
-from batchgen.types import Request, SamplingParams
+from batchgen.scores import Scoring
+from batchgen.types import Output, Request, SamplingParams
 
 FAKE_BATCHGEN = Path(__file__).with_name("fake_batchgen.py")
 
@@ -32,6 +34,23 @@ def test_an_answer_is_a_function_of_row_seed_and_prompt(tokens_per_step: int | N
     assert done == {row: text_of(answer(3, row, [row, 7], 20)) for row in range(12)}
     assert len(set(done.values())) == 12
     assert len({len(text) for text in done.values()}) > 3
+
+
+def test_logprobs_are_a_function_of_the_tokens() -> None:
+    core = FakeCore(Behaviour(tokens_per_step=1), 4)
+    sampling = SamplingParams(max_tokens=6, logprobs=2, prompt_logprobs=2)
+    assert core.add(Request(0, [4, 7, 9], sampling, scoring=Scoring(0, (7, 9), 2))) is None
+    done: list[Output] = []
+    while core.num_unfinished:
+        done += core.step()
+    (output,) = done
+    assert output.logprobs is not None
+    assert output.prompt_logprobs is not None
+    assert [one.token_id for one in output.logprobs] == output.token_ids
+    for one in (*output.logprobs, *output.prompt_logprobs[1:]):
+        assert one is not None
+        assert replace(one, top=()) == one.top[one.rank - 1]
+        assert one.top[0].logprob > one.top[1].logprob
 
 
 def test_the_command_line_with_token_ids_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:

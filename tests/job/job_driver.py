@@ -57,6 +57,7 @@ class Settings:
     n: int = 1
     samples: str = "list"
     max_num_seqs: int = 8
+    scored: dict[str, int] = field(default_factory=dict)
     row_timeout: float | None = None
     worker: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class Settings:
         return {
             "model": "fake",
             "prompt": {"mode": "completion", "task": self.task},
-            "sampling": {"max_tokens": self.max_tokens, "seed": self.seed, **self.several},
+            "sampling": {"max_tokens": self.max_tokens, "seed": self.seed, **self.several, **self.scored},
             "samples": self.n > 1,
             "order": "input",
             "row_timeout": self.row_timeout,

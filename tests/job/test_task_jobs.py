@@ -43,6 +43,37 @@ def test_a_killed_job_ends_with_the_bytes_of_one_that_ran_through(task: str, tmp
     assert data_bytes(tmp_path / "broken") == data_bytes(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    ("format", "n", "crash_at"), [("parquet", 1, 40), ("jsonl", 3, 120), ("openai_batch", 2, 71)]
+)
+def test_a_killed_job_with_logprobs_ends_with_the_same_bytes(
+    format: str, n: int, crash_at: int, tmp_path: Path
+) -> None:
+    """Also where an answer goes on from journalled tokens, whose logprobs are not journalled."""
+    include = ["usage", "finish_reason"]
+    if format != "openai_batch":
+        include += ["logprobs", "prompt_logprobs"]
+    whole = Settings(
+        output=str(tmp_path / "whole"),
+        input=write_rows(tmp_path / "rows.jsonl"),
+        format=format,
+        n=n,
+        include=include,
+        scored={"logprobs": 2, "prompt_logprobs": 1},
+    )
+    assert run_here(whole).exit_code == 0
+    (tmp_path / "state").mkdir()
+    kill = {"do": "kill", "after_tokens": 150, "times": 1}
+    worker = {"faults": [kill], "state": str(tmp_path / "state"), "step_seconds": 0.002}
+    broken = replace(whole, output=str(tmp_path / "broken"), worker=worker)
+    process = start(replace(broken, crash_at=crash_at))
+    process.communicate(timeout=60)
+    assert process.returncode == CRASHED
+    assert run_here(broken).exit_code == 0
+    assert data_bytes(tmp_path / "broken") == data_bytes(tmp_path / "whole")
+    assert all(b"logprob" in part for name, part in data_bytes(tmp_path / "whole").items() if "part" in name)
+
+
 @pytest.mark.parametrize("format", OTHER)
 @pytest.mark.parametrize("task", TASKS)
 def test_results_read_back_are_those_that_were_written(task: str, format: str, tmp_path: Path) -> None:
