@@ -155,3 +155,15 @@ def test_parquet_and_arrow_are_read_by_what_they_are(write_job: Write, capsys: C
     for name in ("a.arrow", "a.data"):
         assert main(["validate", job, "--json", *sets(f"input={name}")]) == 0
         assert json.loads(capsys.readouterr().out)["columns"] == ["prompt"]
+
+
+def test_batch_lines_that_say_nothing_of_n_get_the_jobs(write_job: Write) -> None:
+    """The job's `sampling` holds wherever a line is silent, here too; OpenAI's default of 1 does not."""
+    lines = [batch_line(0), batch_line(1, n=1), batch_line(2, n=3), batch_line(3, n=None)]
+    Path("batch.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = write_job("sampling: {n: 2, temperature: 1.0, max_tokens: 3}\n")
+    rows = run(job, "input=batch.jsonl", "output.format=openai_batch", "output.compression=none")
+    assert [len(row["response"]["body"]["choices"]) for row in rows] == [2, 1, 3, 2]
+    alone = run(job, "input=batch.jsonl", "sampling.n=1", *OUTPUT, "output.path=one")
+    assert [row["status"] for row in alone] == ["ok", "ok", "error", "ok"]
+    assert "a job whose sampling.n is above 1" in alone[2]["error"]["message"]
