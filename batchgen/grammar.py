@@ -9,7 +9,9 @@ def counted(number: int, thing: str) -> str:
 
 
 def each_of(number: int, thing: str) -> str:
-    """`its only row has`, `all 1,000 rows have`."""
+    """`no row needs`, `its only row has`, `all 1,000 rows have`: of what each of them should have."""
+    if number == 0:
+        return f"no {thing} needs"
     return f"its only {thing} has" if number == 1 else f"all {counted(number, thing)} have"
 
 

@@ -10,7 +10,7 @@ from batchgen.grammar import agreeing, counted, each_of
 
 PACKAGE = Path(batchgen.__file__).parent
 THINGS = re.compile(
-    " (?!become)([a-z]+ )?(arguments|attempts|blocks|bytes|calls|characters|columns|digits|errors|"
+    " (?!become|names no )([a-z]+ )?(arguments|attempts|blocks|bytes|calls|characters|columns|digits|errors|"
     "faults|fields|files|ids|layers|lines|names|objects|parts|prompts|records|requests|rows|samples|segments|sequences|"
     r"threads|times|tokens|turns|weights|workers)\b(?!/s)"
 )
@@ -35,7 +35,7 @@ NEVER_ONE = {
 
 def test_one_is_not_many() -> None:
     assert [counted(n, "row") for n in (0, 1, 2, 1000)] == ["0 rows", "1 row", "2 rows", "1,000 rows"]
-    assert [each_of(n, "row") for n in (1, 2)] == ["its only row has", "all 2 rows have"]
+    assert [each_of(n, "row") for n in (0, 1, 2)] == ["no row needs", "its only row has", "all 2 rows have"]
     assert [agreeing(n, "is", "are") for n in (0, 1, 2)] == ["are", "is", "are"]
 
 

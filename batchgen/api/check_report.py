@@ -43,7 +43,8 @@ class Report:
         try:
             yield
         except BatchgenError as error:
-            if str(error) not in map(str, self.faults):
+            known = {fault.message for found in self.faults for fault in self.located(found)}
+            if str(error) not in known:
                 self.faults.append(error)
                 self._keys[id(error)] = _ABOUT.get(type(error), key)
 

@@ -10,6 +10,7 @@ import io
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
@@ -33,7 +34,7 @@ from batchgen.data.row_result import INCLUDED
 from batchgen.data.sink import HashingFile, Record, compressed, write_records
 from batchgen.data.task_columns import ALL_TASK_COLUMNS
 from batchgen.job.files import OS_FILES, storage
-from batchgen.job.folder import TEMPORARY
+from batchgen.job.folder import TEMPORARY, JobFolder
 from batchgen.job.folder_rows import FolderRows
 from batchgen.types import UsageError
 
@@ -243,6 +244,7 @@ def export_to_folder(source: FolderRows, options: ExportOptions, folder: Path, *
 def _write_file(
     exporter: Exporter, path: Path, compression: str, parts: list[int] | None, force: bool
 ) -> int:
+    _refuse_results(path)
     if path.exists() and not force:
         raise UsageError(f"{path} exists; choose another --output, or replace it with --force")
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:12]}")
@@ -254,8 +256,17 @@ def _write_file(
             os.replace(temporary, path)
             OS_FILES.fsync_folder(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
     return rows
+
+
+def _refuse_results(path: Path) -> None:
+    """Raises UsageError for a file that belongs to a job, whatever force is used."""
+    place = path.resolve()
+    for folder in map(JobFolder, place.parents):
+        if folder.manifest.exists() and folder.wrote(str(place)):
+            raise UsageError(f"{path} is where a job keeps its own files; choose another --output")
 
 
 class _Forward(io.RawIOBase):

@@ -66,6 +66,12 @@ def _output(document: Document, text: str) -> str:
             f"output.path: {show_value(text)}: results cannot be written there; use a local folder or one of "
             f"{known}",
         )
+    elif not text.partition("://")[2].partition("/")[0]:
+        document.fault(
+            ("output", "path"),
+            f"output.path: {show_value(text)} names no bucket; write one, such as "
+            f"{protocol(text)}://bucket/results",
+        )
     return text
 
 

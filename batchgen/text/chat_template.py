@@ -45,7 +45,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise UsageError(
                 f"prompt.chat_template: line {error.lineno} of the template: {type(error).__name__}: "
-                f"{error.message}; correct it there"
+                f"{(error.message or '').rstrip('.')}; correct it there"
             ) from error
         # Jinja copies it for every rendering, and would build it from a chain of dicts each time.
         self._template.globals = {

@@ -60,8 +60,9 @@ class JobTemplate:
             # Jinja copies it for every rendering, and would build it from a chain of dicts each time.
             self._template.globals = dict(_ENVIRONMENT.globals)
         except TemplateSyntaxError as error:
+            said = (error.message or "").rstrip(".")
             raise UsageError(
-                f"{name}: line {error.lineno} of the template: {error.message}; correct it there"
+                f"{name}: line {error.lineno} of the template: {said}; correct it there"
             ) from error
         self.columns = frozenset(meta.find_undeclared_variables(tree)) - frozenset(_ENVIRONMENT.globals)
 

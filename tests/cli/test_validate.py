@@ -309,3 +309,14 @@ def test_a_pooling_that_is_not_there(write_job: Write, capsys: Captured) -> None
     (fault,) = json.loads(capsys.readouterr().out)["faults"]
     assert fault["key"] == "embedding.pooling"
     assert main(["validate", job, "--set", "model=other", "--set", "embedding.pooling=mean"]) == 0
+
+
+def test_a_fault_is_said_once(write_job: Write, capsys: Captured) -> None:
+    """Also one that both the job file's reader and the input's would find."""
+    assert main(["validate", write_job(), "--set", "input.where=prompt ="]) == 2
+    assert capsys.readouterr().err.count("expected a column") == 1
+
+
+def test_an_output_in_no_bucket_is_refused(write_job: Write, capsys: Captured) -> None:
+    assert main(["validate", write_job(), "--set", "output.path=s3:///results"]) == 2
+    assert "names no bucket; write one, such as s3://bucket/results" in capsys.readouterr().err

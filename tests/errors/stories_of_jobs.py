@@ -215,6 +215,7 @@ def jobs_that_did_not_end(stage: Stage) -> None:
     stage.batchgen("export out --format openai_batch --columns id", 2)
     stage.write(taken_csv="")
     stage.batchgen("export out --format csv --output taken.csv", 2)
+    stage.batchgen("export out --format csv --output out/manifest.json --force", 2)
     before = Path("prompts.jsonl").stat()
     stage.write(prompts_jsonl=rows(4).replace("p1", "q1"))
     os.utime("prompts.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))

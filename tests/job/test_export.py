@@ -22,7 +22,7 @@ from batchgen.data.passthrough import AsTheyAre
 from batchgen.data.row import Position, Row
 from batchgen.data.row_result import RowResult
 from batchgen.data.source import open_input
-from batchgen.job.export import FORMATS, ExportOptions, export_to_file
+from batchgen.job.export import FORMATS, ExportOptions, export_to_file, export_to_folder
 from batchgen.job.folder import JobFolder
 from batchgen.job.folder_rows import FolderRows
 from batchgen.job.parts import recognise_parts
@@ -262,3 +262,23 @@ def test_the_verb_writes_folders_and_says_what_is_wrong(jobs: Path, tmp_path: Pa
 def test_each_format_has_a_file_name_of_its_own() -> None:
     """Else an export in one format would be in the way of the next."""
     assert len(set(FORMATS.values())) == len(FORMATS)
+
+
+OWN_FILES = ["data/part-000000.jsonl", ".batchgen/index/x", "manifest.json", "report.json", "_SUCCESS"]
+
+
+@pytest.mark.parametrize("place", OWN_FILES)
+def test_an_export_never_replaces_what_a_job_keeps(jobs: Path, place: str) -> None:
+    """Not even by force: the results themselves would be gone."""
+    folder = jobs / "jsonl-jsonl"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(UsageError, match="is where a job keeps its own files; choose another --output"):
+        exported(jobs / "jsonl-parquet", folder / place, "jsonl")
+    with closing(FolderRows(folder)) as rows, pytest.raises(UsageError, match="its own files"):
+        export_to_folder(rows, ExportOptions(format="parquet"), folder / "data", force=True)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_export_under_a_file_is_refused(jobs: Path) -> None:
+    with pytest.raises(StorageError, match="Not a directory"):
+        exported(jobs / "jsonl-jsonl", jobs / "in.jsonl" / "x", "jsonl")
