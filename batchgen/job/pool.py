@@ -18,7 +18,8 @@ from batchgen.job.window import Pending, Window
 STRAGGLERS = 20
 """A part is nearly done when one row in so many waits."""
 STALE = 1000
-Key = tuple[int, Any, int]
+Item = tuple[int, Any, int, Pending]
+"""Less its priority, its key, its ordinal, by which two never tie; and the row itself."""
 
 
 class RowPool:
@@ -45,9 +46,9 @@ class RowPool:
         self._is_expected = is_expected
         self._again: deque[Pending] = deque()
         self._parts: dict[int, dict[int, Pending]] = {}
-        self._sweep: list[tuple[Key, Pending]] = []
-        self._next_sweep: list[tuple[Key, Pending]] = []
-        self._last: Key | None = None
+        self._sweep: list[Item] = []
+        self._next_sweep: list[Item] = []
+        self._last: Item | None = None
         self._bytes = 0
         self._length = 0
         self._stale = 0
@@ -94,19 +95,21 @@ class RowPool:
         pending = self._straggler() or self._in_order()
         self._length -= 1
         self._bytes -= pending.size
-        rows = self._parts[pending.row // self._part_rows]
+        part = pending.row // self._part_rows
+        rows = self._parts[part]
         del rows[pending.row]
         if not rows:
-            del self._parts[pending.row // self._part_rows]
+            del self._parts[part]
         return pending
 
     def _add(self, pending: Pending) -> None:
         self._parts.setdefault(pending.row // self._part_rows, {})[pending.row] = pending
         self._length += 1
         self._bytes += pending.size
-        key = (-pending.priority, pending.key, pending.row)
-        behind = self._last is not None and self._last[0] == key[0] and key < self._last
-        heapq.heappush(self._next_sweep if behind else self._sweep, (key, pending))
+        item = (-pending.priority, pending.key, pending.row, pending)
+        last = self._last
+        behind = last is not None and last[0] == item[0] and item < last
+        heapq.heappush(self._next_sweep if behind else self._sweep, item)
 
     def _straggler(self) -> Pending | None:
         """The first row of the oldest part that has any here, if that part is nearly done or holds up all."""
@@ -123,7 +126,7 @@ class RowPool:
     def _forget_stale(self) -> None:
         """Rows that went ahead of their turn must not be kept until it comes."""
         for sweep in (self._sweep, self._next_sweep):
-            sweep[:] = [item for item in sweep if self._waits(item[1].row)]
+            sweep[:] = [item for item in sweep if self._waits(item[2])]
             heapq.heapify(sweep)
         self._stale = 0
 
@@ -132,10 +135,10 @@ class RowPool:
 
     def _in_order(self) -> Pending:
         while True:
-            if not self._sweep or (self._next_sweep and self._next_sweep[0][0][0] < self._sweep[0][0][0]):
+            if not self._sweep or (self._next_sweep and self._next_sweep[0][0] < self._sweep[0][0]):
                 self._sweep, self._next_sweep = self._next_sweep, self._sweep
-            key, pending = heapq.heappop(self._sweep)
-            if self._waits(pending.row):
-                self._last = key
-                return pending
+            item = heapq.heappop(self._sweep)
+            if self._waits(item[2]):
+                self._last = item
+                return item[3]
             self._stale -= 1

@@ -66,8 +66,8 @@ class WorkerState:
         for pending in rows:
             self.in_flight[pending.row] = pending
             self.in_flight_bytes += pending.size
-            partial = [ids.tolist() for ids in pending.partial]
-            message.append([pending.row, pending.values, partial, pending.priority])
+            partial = [ids.tolist() for ids in pending.partial] if pending.partial else []
+            message.append((pending.row, pending.values, partial, pending.priority))
         if message:
             self.handle.send({"type": "rows", "rows": message})
 

@@ -5,8 +5,10 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.data.jsonl_records import JsonlRecords
 from batchgen.data.line_reader import BLANK, LineReader
 from batchgen.data.row import digest
+from batchgen.data.text_reader import BOM
 
 
 class Chunks:
@@ -49,6 +51,22 @@ def test_over_long_lines_keep_length_hash_and_place(chunks: list[bytes], limit: 
     assert [(x.length, x.digest, x.blank) for x in limited] == [(x.length, x.digest, x.blank) for x in whole]
     assert [x.data for x in limited] == [x.data if x.length <= limit else None for x in whole]
     assert offset == sum(map(len, chunks))
+
+
+@given(st.lists(st.text(alphabet="{a \r\n\ufeff").map(str.encode)), st.integers(1, 9))
+def test_records_are_lines_that_are_not_blank(chunks: list[bytes], limit: int) -> None:
+    records = JsonlRecords(LineReader(Chunks(chunks), limit), limit)
+    read = [(r.line, r.data, r.size, r.digest, r.notes) for r in iter(records.next, None)]
+    expected = []
+    for number, line in enumerate(b"".join(chunks).split(b"\n"), start=1):
+        fits, text = len(line) <= limit, line.removesuffix(b"\r")
+        has_bom = fits and number == 1 and text.startswith(BOM)
+        text = text.removeprefix(BOM) if has_bom else text
+        if text.strip(BLANK):
+            notes = ("bom_stripped",) if has_bom else ()
+            expected.append((number, text if fits else None, len(line), digest(line), notes))
+    assert read == expected
+    assert records.offset == sum(map(len, chunks))
 
 
 def test_an_over_long_line_is_not_kept_in_memory() -> None:
