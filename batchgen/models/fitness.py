@@ -1,8 +1,8 @@
 """Whether a model can run here by its configuration, asked from any process and without weights.
 
-Called by the checks of `validate` and `run`. `batchgen.models.refusals` knows, and needs torch, which takes
-seconds to load and more memory than a supervisor has: without it, another process is asked, once for each
-configuration.
+Called by the checks of `validate`, `plan` and `run`. `batchgen.models.refusals` knows, and needs the model's
+code in transformers, which takes seconds to load, and torch, for which a supervisor has no memory: without it
+another process is asked. What may run is remembered, so either happens once for each configuration.
 """
 
 from __future__ import annotations
@@ -30,22 +30,28 @@ def check_fitness(folder: Path, task: Task) -> None:
     Raises:
         UsageError: as of `refusals.refuse_config` and `loader.load_config`.
     """
+    passed = _passed(folder, task)
+    if passed is not None and passed.exists():
+        return
+    if not _runs(folder, task) or passed is None:
+        return
+    with suppress(OSError):
+        passed.parent.mkdir(exist_ok=True)
+        passed.touch()
+
+
+def _runs(folder: Path, task: Task) -> bool:
+    """Whether the model can run, as far as that could be found out; raises UsageError where it cannot."""
     if _torch_is_here():
         from batchgen.models.loader import load_config
         from batchgen.models.refusals import refuse_config
 
         refuse_config(load_config(folder), task)
-        return
-    passed = _passed(folder, task)
-    if passed is not None and passed.exists():
-        return
+        return True
     refusal = _ask(folder, task)
     if refusal:
         raise UsageError(refusal)
-    if refusal is not None and passed is not None:
-        with suppress(OSError):
-            passed.parent.mkdir(exist_ok=True)
-            passed.touch()
+    return refusal is not None
 
 
 def _torch_is_here() -> bool:
