@@ -177,6 +177,7 @@ class _Feed:
         self._stretches: deque[ReadIds] = deque(maxlen=_MOST_READ)
         self._reading: ReadIds | None = None
         self._next: int | None = None
+        self._wanted = 0
         self._lock = threading.Lock()
         self._rows = 0
         self._pace = 0.0
@@ -187,7 +188,8 @@ class _Feed:
         self._next = ordinal
 
     def add(self, rows: Sequence[Row]) -> None:
-        if self._reading is not None:
+        # What lies behind the thread, which reads on while the workers load, is of no use to it.
+        if self._reading is not None and rows and rows[-1].ordinal >= self._wanted:
             for row in rows:
                 self._reading.add(row.id, row.ordinal)
 
@@ -205,6 +207,7 @@ class _Feed:
     def take(self, ordinal: int) -> tuple[ReadIds | None, bool]:
         """The stretch that holds a row, if it has been read; and whether it can still come."""
         with self._lock:
+            self._wanted = ordinal
             while self._stretches:
                 if self._stretches[0].first > ordinal:
                     return None, False
