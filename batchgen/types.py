@@ -384,7 +384,8 @@ class Sample:
 
     `token_ids` and `text` are cut at the stop condition, both at the same place; neither holds the
     end-of-sequence or stop token. `reasoning` was split off `text`, if that was asked for and there was any;
-    `token_ids` are those of both. `scores` are those of `token_ids`, if they were asked for.
+    `token_ids` are those of both, and `reasoning_tokens` says how many of them, the first ones, are the
+    reasoning's. `scores` are those of `token_ids`, if they were asked for.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -393,6 +394,7 @@ class Sample:
     stop_reason: str | int | None = None
     reasoning: str | None = None
     scores: TokenScores | None = None
+    reasoning_tokens: int = 0
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
@@ -406,7 +408,8 @@ class Output:
 
     `samples` holds as many answers as were asked for, and none where there is an error; `text`, `token_ids`,
     `finish_reason`, `stop_reason` and `logprobs` are those of the first. `completion_tokens` counts every
-    token sampled for any of them, the end-of-sequence and stop tokens included.
+    token sampled for any of them, the end-of-sequence and stop tokens included; of these `reasoning_tokens`
+    are those of what was split off as reasoning, with its marks.
     `queue_seconds` passed from the request's arrival to its first step, `prefill_seconds` from there to its
     first token in this process, `decode_seconds` from there to its end;
     `control_tokens` is how many its own text spelled. `turns` holds the answer of each turn of a dialogue;
@@ -419,6 +422,7 @@ class Output:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     truncated_tokens: int = 0
+    reasoning_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
     queue_seconds: float = 0.0

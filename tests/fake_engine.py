@@ -306,6 +306,7 @@ class FakeCore:
             cached_tokens=self.counters.sampled % 7,
             queue_seconds=live.started - live.added,
             decode_seconds=time.monotonic() - live.started,
+            reasoning_tokens=len(live.samples) if request.sampling.reasoning else 0,
             control_tokens=request.control_tokens,
             scores=_known_scores(request),
         )

@@ -23,7 +23,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", 
 _BEFORE = ("row", "id", "sample")
 _NESTED = {
     "error": ("class", "message"),
-    "usage": ("prompt_tokens", "completion_tokens", "truncated_tokens"),
+    "usage": ("prompt_tokens", "completion_tokens", "truncated_tokens", "reasoning_tokens"),
 }
 
 
@@ -36,7 +36,7 @@ class CsvLines:
         members: the user's columns that go through, of a row.
         columns: their names, in order.
         rest: name of a column for JSON of the members that are not among `columns`; None if there are none.
-        samples: as of `OutputPlan`.
+        samples, reasoning_tokens: as of `OutputPlan`.
         safe: guard what a spreadsheet would run.
     """
 
@@ -48,7 +48,10 @@ class CsvLines:
         rest: str | None,
         safe: bool,
         samples: str | None = None,
+        *,
+        reasoning_tokens: bool = False,
     ) -> None:
+        self._num_counts = len(_NESTED["usage"]) - (not reasoning_tokens)
         self._names = names
         self._members = members
         self._columns = columns
@@ -75,7 +78,7 @@ class CsvLines:
             cells.append(rest or None)
         for key in self._names:
             if key not in before:
-                cells += _own(key, result, lists=self._samples == "list")
+                cells += self._own(key, result)
         return self._line(cells)
 
     def lines(self, records: Iterator[tuple[Row, RowResult]]) -> Iterator[str]:
@@ -87,7 +90,20 @@ class CsvLines:
 
     def _split(self, key: str) -> list[str]:
         name = self._names[key]
+        if key == "usage":
+            return [f"{name}.{member}" for member in _NESTED[key][: self._num_counts]]
         return [f"{name}.{member}" for member in _NESTED[key]] if key in _NESTED else [name]
+
+    def _own(self, key: str, result: RowResult) -> list[Any]:
+        if key == "error":
+            error = result.error
+            return [None, None] if error is None else [error.error_class.value, error.message]
+        if key == "usage":
+            counts = [None] * self._num_counts if result.usage is None else [*result.usage]
+            return counts[: self._num_counts]
+        if hasattr(result, key):
+            return [getattr(result, key)]
+        return [shown(key, (result.included or {}).get(key), lists=self._samples == "list")]
 
     def _line(self, cells: Sequence[Any]) -> str:
         return ",".join(map(self._cell, cells)) + "\r\n"
@@ -110,14 +126,3 @@ class CsvLines:
     @staticmethod
     def _quote(text: str) -> str:
         return '"' + text.replace('"', '""') + '"' if _QUOTED.search(text) else text
-
-
-def _own(key: str, result: RowResult, *, lists: bool) -> list[Any]:
-    if key == "error":
-        error = result.error
-        return [None, None] if error is None else [error.error_class.value, error.message]
-    if key == "usage":
-        return [None, None, None] if result.usage is None else list(result.usage)
-    if hasattr(result, key):
-        return [getattr(result, key)]
-    return [shown(key, (result.included or {}).get(key), lists=lists)]

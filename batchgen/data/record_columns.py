@@ -23,6 +23,7 @@ ERROR_TYPE = pa.struct([("class", pa.string()), ("message", pa.string())])
 USAGE_TYPE = pa.struct(
     [("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64()), ("truncated_tokens", pa.int64())]
 )
+USAGE_WITH_REASONING = pa.struct([*USAGE_TYPE, ("reasoning_tokens", pa.int64())])
 _LIKELIEST = pa.struct([("token", pa.string()), ("id", pa.int32()), ("logprob", pa.float32())])
 LOGPROBS_TYPE = pa.list_(
     pa.struct(
@@ -92,7 +93,7 @@ def result_arrays(
     elif plan.samples == "list":
         ours |= dict.fromkeys(LISTS_OF_SAMPLES, _ListsOfSamples(results))
     fields = _fields(results)
-    ours |= {"embedding": _vectors(plan.embedding_size)}
+    ours |= {"embedding": _vectors(plan.embedding_size), "usage": _usages(plan.usage_type)}
     fields["row"], fields["id"] = [row.ordinal for row in rows], [row.id for row in rows]
     return [
         *(_OURS[key](key, fields) for key in BEFORE if key in plan.names),
@@ -162,10 +163,16 @@ def _errors(_: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
     return _struct(ERROR_TYPE, [classes, messages], errors)
 
 
-def _usages(_: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
-    usages: Sequence[Sequence[int] | None] = fields["usage"]
-    counts = np.array([usage or (0, 0, 0) for usage in usages], np.int64)
-    return _struct(USAGE_TYPE, [pa.array(column) for column in counts.T.copy()], usages)
+def _usages(type_: pa.StructType) -> Callable[[str, dict[str, Sequence[Any]]], pa.Array]:
+    none = (0,) * type_.num_fields
+
+    def arrays(_: str, fields: dict[str, Sequence[Any]]) -> pa.Array:
+        usages: Sequence[Sequence[int] | None] = fields["usage"]
+        # Journals of earlier versions do not count reasoning.
+        counts = np.array([[*(usage or ()), *none][: len(none)] for usage in usages], np.int64)
+        return _struct(type_, [pa.array(column) for column in counts.T.copy()], usages)
+
+    return arrays
 
 
 def _struct(type_: pa.StructType, columns: list[pa.Array], values: Sequence[Any]) -> pa.Array:
@@ -283,7 +290,7 @@ _OURS: dict[str, Callable[[str, dict[str, Sequence[Any]]], pa.Array]] = {
     "stop_reason": _text,
     "status": _text,
     "error": _errors,
-    "usage": _usages,
+    "usage": _usages(USAGE_TYPE),
     "prompt": _included_text,
     "prompt_token_ids": _token_ids,
     "output_token_ids": _token_ids,

@@ -128,10 +128,9 @@ def _error(key: str, error: RowError) -> str:
 def _usage(usage: Sequence[int] | None) -> str:
     if usage is None:
         return _NULL
-    prompt, completion, truncated = usage
-    return (
-        f'{{"prompt_tokens": {prompt}, "completion_tokens": {completion}, "truncated_tokens": {truncated}}}'
-    )
+    prompt, completion, truncated, *reasoning = usage
+    counts = f'"prompt_tokens": {prompt}, "completion_tokens": {completion}, "truncated_tokens": {truncated}'
+    return f'{{{counts}, "reasoning_tokens": {reasoning[0]}}}' if reasoning else f"{{{counts}}}"
 
 
 class BatchLine:
@@ -193,7 +192,8 @@ def _failure(result: RowResult) -> str:
 
 
 def _openai_usage(usage: Any) -> str:
-    prompt, completion, truncated = usage
-    cut = f', "truncated_tokens": {truncated}' if truncated else ""
+    prompt, completion, truncated, *reasoning = usage
+    more = f', "completion_tokens_details": {{"reasoning_tokens": {reasoning[0]}}}' if reasoning else ""
+    more += f', "truncated_tokens": {truncated}' if truncated else ""
     total = prompt + completion
-    return f'{{"prompt_tokens": {prompt}, "completion_tokens": {completion}, "total_tokens": {total}{cut}}}'
+    return f'{{"prompt_tokens": {prompt}, "completion_tokens": {completion}, "total_tokens": {total}{more}}}'

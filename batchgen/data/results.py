@@ -25,7 +25,15 @@ from batchgen.data.passthrough import (
     declared_kinds,
     passthrough_from_json,
 )
-from batchgen.data.record_columns import AFTER, BEFORE, LISTS_OF_SAMPLES, OF_DIALOGUES, vector_type
+from batchgen.data.record_columns import (
+    AFTER,
+    BEFORE,
+    LISTS_OF_SAMPLES,
+    OF_DIALOGUES,
+    USAGE_TYPE,
+    USAGE_WITH_REASONING,
+    vector_type,
+)
 from batchgen.data.row_result import INCLUDED, RowResult
 from batchgen.data.source import WINDOW_ROWS, InputSet
 from batchgen.data.task_columns import ALL_TASK_COLUMNS, ANSWER, TASK_COLUMNS
@@ -66,6 +74,7 @@ class OutputPlan:
         dialogues: whether a row has several answers, so that `generated_text` is a list.
         embedding_size: of each vector; None where it is not known, or there are none.
         samples: how a row's samples are held, `list` or `explode`; None where each row has one.
+        reasoning_tokens: whether usage has a member for them.
     """
 
     format: str
@@ -75,11 +84,18 @@ class OutputPlan:
     dialogues: bool = False
     embedding_size: int | None = None
     samples: str | None = None
+    reasoning_tokens: bool = False
+
+    @property
+    def usage_type(self) -> pa.StructType:
+        """Of the column `usage`."""
+        return USAGE_WITH_REASONING if self.reasoning_tokens else USAGE_TYPE
 
     def schema(self) -> pa.Schema:
         """Of a Parquet part: row, id, the user's columns, the rest of ours."""
         of_several = OF_DIALOGUES if self.dialogues else LISTS_OF_SAMPLES if self.samples == "list" else {}
         ours = {**AFTER, "embedding": vector_type(self.embedding_size), **of_several}
+        ours["usage"] = self.usage_type
         before = [pa.field(self.names[key], type_) for key, type_ in BEFORE.items() if key in self.names]
         after = [pa.field(self.names[key], type_) for key, type_ in ours.items() if key in self.names]
         passthrough = cast(ColumnPassthrough, self.passthrough)
@@ -95,6 +111,7 @@ class OutputPlan:
             "dialogues": self.dialogues,
             "embedding_size": self.embedding_size,
             "samples": self.samples,
+            "reasoning_tokens": self.reasoning_tokens,
         }
 
     @classmethod
@@ -111,6 +128,7 @@ class OutputPlan:
             data.get("dialogues", False),
             data.get("embedding_size"),
             data.get("samples"),
+            data.get("reasoning_tokens", False),
         )
 
     def notes(self) -> list[str]:
@@ -170,7 +188,13 @@ def plan_output(
     going = _going_through(inputs, columns, names)
     passthrough = _passthrough(inputs, format, columns, names, going)
     return OutputPlan(
-        format, names, passthrough, dialogues=dialogues, embedding_size=embedding_size, samples=samples
+        format,
+        names,
+        passthrough,
+        dialogues=dialogues,
+        embedding_size=embedding_size,
+        samples=samples,
+        reasoning_tokens=reasoning is not None,
     )
 
 
@@ -198,7 +222,14 @@ def _plan_batch(
     names = {key: key for key in (*BEFORE, *AFTER) if key not in others}
     if reasoning is not None:
         names["reasoning"] = reasoning
-    return OutputPlan("openai_batch", names, NoPassthrough(), batch, samples=samples)
+    return OutputPlan(
+        "openai_batch",
+        names,
+        NoPassthrough(),
+        batch,
+        samples=samples,
+        reasoning_tokens=reasoning is not None,
+    )
 
 
 def _our_names(

@@ -28,7 +28,8 @@ class RowResult(NamedTuple):
     Args:
         status: ok, error or skipped.
         generated_text: of a dialogue, the text of each turn.
-        usage: prompt, completion and truncated tokens; None where the engine never saw the row.
+        usage: prompt, completion and truncated tokens, and, where the job splits reasoning off, those of the
+            completion that are reasoning; None where the engine never saw the row.
         included: those of `INCLUDED` that were asked for, and the columns of the job's task, where they are
             known; token ids and vectors as bytes, see `pack_ids` and `pack_vector`, logprobs as
             `PackedLogprobs.pack` gives them.

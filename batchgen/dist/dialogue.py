@@ -16,7 +16,10 @@ from batchgen.scores import TokenScores
 from batchgen.text.prompt import PreparedRow
 from batchgen.types import Output, Request, RowError, Sample, SamplingParams
 
-_SUMS = ("prompt_tokens", "completion_tokens", "truncated_tokens", "cached_tokens", "preemptions")
+_SUMS = (
+    *("prompt_tokens", "completion_tokens", "truncated_tokens", "reasoning_tokens"),
+    *("cached_tokens", "preemptions"),
+)
 _TIMES = ("queue_seconds", "prefill_seconds", "decode_seconds")
 
 

@@ -40,6 +40,11 @@ class Included:
         self._sizes: dict[int, tuple[int, int]] = {}
         self._rows: dict[int, tuple[PreparedRow, int]] = {}
 
+    def usage(self, output: Output) -> tuple[int, ...]:
+        """Prompt, completion and truncated tokens; and those of reasoning, where a job splits it off."""
+        counts = output.prompt_tokens, output.completion_tokens, output.truncated_tokens
+        return (*counts, output.reasoning_tokens) if "reasoning" in self._asked else counts
+
     def prepared(self, row: PreparedRow, seed: int) -> None:
         """A row was rendered. Called by the thread that does; the engine's loop calls the rest."""
         if self._task is Task.PERPLEXITY and row.text is not None:

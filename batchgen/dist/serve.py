@@ -280,7 +280,7 @@ class WorkerLoop:
             Status.OK if error is None else error.status,
             *_answer(output, lists=self._lists),
             error,
-            (output.prompt_tokens, output.completion_tokens, output.truncated_tokens),
+            self._included.usage(output),
             self._included.of(output),
         )
 

@@ -123,12 +123,14 @@ class LiveRow:
         first = self.first
         requests = [*self.past, *(live.request for live in self.samples)]
         of_prompt = [*self.past, first]
+        samples = tuple(self._sample(live, live.finish) for live in self.samples if live.finish)
         return Output(
             request_id=first.request_id,
-            samples=tuple(self._sample(live, live.finish) for live in self.samples if live.finish),
+            samples=samples,
             prompt_tokens=sum(len(request.prompt_token_ids) for request in of_prompt),
             completion_tokens=sum(len(request.output_token_ids) for request in requests),
             truncated_tokens=first.truncated_tokens,
+            reasoning_tokens=sum(sample.reasoning_tokens for sample in samples),
             cached_tokens=sum(request.num_cached_tokens for request in of_prompt),
             preemptions=sum(request.num_preemptions for request in requests),
             control_tokens=first.control_tokens,
@@ -140,8 +142,11 @@ class LiveRow:
         if live.scores is not None:
             sample.scores = live.scores.part(slice(len(finish.token_ids)), self.first.sampling.logprobs or 0)
         if self.decoding.splitter is not None:
-            split = self.decoding.splitter.split
-            sample.reasoning, sample.text = split(self.first.prompt_token_ids, finish.token_ids, finish.text)
+            splitter = self.decoding.splitter
+            prompt = self.first.prompt_token_ids
+            sample.reasoning, sample.text = splitter.split(prompt, finish.token_ids, finish.text)
+            if sample.reasoning is not None:
+                sample.reasoning_tokens = splitter.num_tokens(finish.token_ids)
         return sample
 
 

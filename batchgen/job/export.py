@@ -158,6 +158,7 @@ class Exporter:
             dialogues=dialogues,
             embedding_size=size,
             samples=plan.get("samples"),
+            reasoning_tokens=plan.get("reasoning_tokens", False),
         )
 
     def _passthrough(self, columns: Sequence[str] | None) -> Passthrough:
@@ -178,7 +179,15 @@ class Exporter:
             rest = _free("extra", {*going, *self._plan.names.values()})
         members = self._plan.passthrough.members  # type: ignore[union-attr]
         plan = self._plan
-        return CsvLines(plan.names, members, going, rest, self._options.csv_safe, plan.samples)
+        return CsvLines(
+            plan.names,
+            members,
+            going,
+            rest,
+            self._options.csv_safe,
+            plan.samples,
+            reasoning_tokens=plan.reasoning_tokens,
+        )
 
     def _require(self, column: str, known: Sequence[str]) -> None:
         if column not in known:

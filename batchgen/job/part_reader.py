@@ -144,7 +144,7 @@ def _part_row(values: dict[str, Any], names: Mapping[str, str], *, lists: bool) 
         finish_reason=ours("finish_reason"),
         stop_reason=ours("stop_reason"),
         error=error and RowError(ErrorClass(error["class"]), error["message"]),
-        usage=usage and (usage["prompt_tokens"], usage["completion_tokens"], usage["truncated_tokens"]),
+        usage=usage and _counts(usage, usage),
         included=_included(ours, lists=lists) or None,
         sample=ours("sample"),
     )
@@ -187,7 +187,7 @@ def _batch_row(line: dict[str, Any], *, lists: bool) -> PartRow:
         known = _why(error["message"]) if skipped else RowError(ErrorClass(error["code"]), error["message"])
         return PartRow(row, line["custom_id"], RowResult(status.value, error=known))
     choices, usage = response["body"]["choices"], response["body"]["usage"]
-    counts = usage["prompt_tokens"], usage["completion_tokens"], usage.get("truncated_tokens", 0)
+    counts = _counts(usage, usage.get("completion_tokens_details", {}))
     samples = [_choice(choice, counts) for choice in choices]
     if not lists:
         return PartRow(row, line["custom_id"], samples[0])
@@ -195,7 +195,7 @@ def _batch_row(line: dict[str, Any], *, lists: bool) -> PartRow:
     return PartRow(row, line["custom_id"], imploded(numbered))
 
 
-def _choice(choice: Mapping[str, Any], usage: tuple[int, int, int]) -> RowResult:
+def _choice(choice: Mapping[str, Any], usage: tuple[int, ...]) -> RowResult:
     message = choice.get("message", choice)
     text, reasoning = message.get("content", message.get("text")), message.get("reasoning_content")
     included = {} if reasoning is None else {"reasoning": reasoning}
@@ -203,6 +203,12 @@ def _choice(choice: Mapping[str, Any], usage: tuple[int, int, int]) -> RowResult
         included["logprobs"] = read_logprobs(choice["logprobs"]).pack()
     reasons = choice["finish_reason"], choice["stop_reason"]
     return RowResult("ok", text, *reasons, None, usage, included or None)
+
+
+def _counts(usage: Mapping[str, Any], details: Mapping[str, Any]) -> tuple[int, ...]:
+    """As of `RowResult.usage`; reasoning is counted in folders of jobs that split it off."""
+    counts = usage["prompt_tokens"], usage["completion_tokens"], usage.get("truncated_tokens", 0)
+    return (*counts, details["reasoning_tokens"]) if "reasoning_tokens" in details else counts
 
 
 def _why(message: str) -> RowError | None:

@@ -52,6 +52,7 @@ class PartSummary:
         errors: by class.
         prompt_tokens, output_tokens: of rows that the engine saw.
         truncated_rows, truncated_tokens: prompts that were cut, and what was cut off.
+        reasoning_tokens: of output tokens, where a job splits reasoning off.
     """
 
     status: Counter[str] = field(default_factory=Counter)
@@ -61,6 +62,7 @@ class PartSummary:
     output_tokens: Histogram = field(default_factory=Histogram)
     truncated_rows: int = 0
     truncated_tokens: int = 0
+    reasoning_tokens: int = 0
 
     @property
     def rows(self) -> int:
@@ -82,6 +84,7 @@ class PartSummary:
         self.output_tokens.merge(other.output_tokens)
         self.truncated_rows += other.truncated_rows
         self.truncated_tokens += other.truncated_tokens
+        self.reasoning_tokens += other.reasoning_tokens
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -96,6 +99,7 @@ class PartSummary:
             "output_tokens": self.output_tokens.to_json(),
             "truncated_rows": self.truncated_rows,
             "truncated_tokens": self.truncated_tokens,
+            "reasoning_tokens": self.reasoning_tokens,
         }
 
     @classmethod
@@ -112,6 +116,7 @@ class PartSummary:
             Histogram.from_json(data["output_tokens"]),
             data["truncated_rows"],
             data["truncated_tokens"],
+            data.get("reasoning_tokens", 0),
         )
 
 
@@ -130,11 +135,12 @@ def add_results(summary: PartSummary, keys: Sequence[tuple[int, str]], results: 
     summary.finish_reasons.update([reason for reason in reasons if reason is not None])
     usages = [result.usage for result in results if result.usage is not None]
     if usages:
-        prompt, output, truncated = zip(*usages, strict=True)
+        prompt, output, truncated = zip(*(usage[:3] for usage in usages), strict=True)
         summary.prompt_tokens.add(prompt)
         summary.output_tokens.add(output)
         summary.truncated_rows += sum(count > 0 for count in truncated) if any(truncated) else 0
         summary.truncated_tokens += sum(truncated)
+        summary.reasoning_tokens += sum(sum(usage[3:]) for usage in usages)
     for (row, row_id), result in zip(keys, results, strict=True):
         if result.error is not None:
             name = result.error.error_class.value

@@ -57,6 +57,26 @@ class ReasoningSplitter:
         reasoning, _, answer = inside.partition(self._marks.end)
         return reasoning.strip(), answer.lstrip()
 
+    def num_tokens(self, token_ids: Sequence[int]) -> int:
+        """How many tokens of an answer that reasons are no part of what it says: up to the end mark, with it.
+
+        All of them where the reasoning does not end.
+        """
+        end, low, high = self._marks.end, 1, len(token_ids)
+        if end not in self._marked_text(token_ids):
+            return high
+        # The text of a beginning of the tokens has the mark from the token on that completes it.
+        while low < high:
+            middle = (low + high) // 2
+            if end in self._marked_text(token_ids[:middle]):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _marked_text(self, token_ids: Sequence[int]) -> str:
+        return self._with_marks(token_ids, self._tokenizer.decode(token_ids))
+
     def _with_marks(self, token_ids: Sequence[int], text: str) -> str:
         if not self._special:
             return text

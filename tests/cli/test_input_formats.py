@@ -104,6 +104,27 @@ def test_reasoning_is_split_off_into_a_column(write_job: Write, capsys: Captured
     assert all(row["thoughts"] for row in rows)
 
 
+def test_reasoning_is_counted_in_usage(write_job: Write) -> None:
+    """The fake engine takes an answer's first token for reasoning."""
+    job = write_job("sampling: {max_tokens: 6, reasoning: {column: thoughts}}\n")
+    (usage,) = {tuple(row["usage"]) for row in run(job, *OUTPUT)}
+    assert usage == ("prompt_tokens", "completion_tokens", "truncated_tokens", "reasoning_tokens")
+    assert [row["usage"]["reasoning_tokens"] for row in run(job, *OUTPUT)] == [1, 1]
+    lines = run(job, "output.format=openai_batch", "output.compression=none", "output.path=batch")
+    for line in lines:
+        assert line["response"]["body"]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+    assert main(["run", job, *sets("output.path=parquet")], launch=launcher()) == 0
+    (part,) = Path("parquet/data").iterdir()
+    assert [u["reasoning_tokens"] for u in pq.read_table(part)["usage"].to_pylist()] == [1, 1]
+    for folder in ("out", "batch", "parquet"):
+        assert main(["verify", folder]) == 0
+        assert json.loads(Path(folder, "report.json").read_text())["lengths"]["reasoning_tokens"] == 2
+    assert main(["export", "parquet", "--format", "csv", "--output", "all.csv"]) == 0
+    header, *rows = Path("all.csv").read_text().splitlines()
+    assert header.split(",")[-2:] == ["usage.reasoning_tokens", "thoughts"]
+    assert [row.split(",")[-2] for row in rows] == ["1", "1"]
+
+
 def cut(name: str, size: int) -> bytes:
     return FILES[name][:-size]
 

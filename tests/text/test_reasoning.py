@@ -78,3 +78,28 @@ def test_nothing_but_marks_and_space_is_lost(reasoning: str, answer: str, opened
 def test_marks_that_are_empty() -> None:
     with pytest.raises(ValueError, match=r"sampling\.reasoning: an empty mark is not allowed"):
         Reasoning("", "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>why</think> so", "<think>why</think>"),
+        ("<think>why</think> so </think>", "<think>why</think>"),
+        ("<think>without end", "<think>without end"),
+        ("", ""),
+    ],
+)
+def test_tokens_up_to_the_end_mark_are_the_reasonings(text: str, expected: str) -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode_batch([text])[0]
+    count = ReasoningSplitter(TEXT, tokenizer).num_tokens(ids)
+    covered = tokenizer.decode(ids[:count])
+    assert covered.startswith(expected)
+    assert count == 0 or len(tokenizer.decode(ids[: count - 1])) < len(expected)
+
+
+def test_a_special_end_mark_is_the_last_token_of_the_reasoning() -> None:
+    tokenizer: Tokenizer = byte_level()
+    ids = tokenizer.encode_batch(["<|im_start|>why<|endoftext|>hello"])[0]
+    count = ReasoningSplitter(SPECIAL, tokenizer).num_tokens(ids)
+    assert ids[count - 1] == tokenizer.special_tokens["<|endoftext|>"]

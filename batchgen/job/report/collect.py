@@ -78,6 +78,7 @@ def collect_report(root: Path, still_time: Callable[[], None] = lambda: None) ->
         "lengths": {
             "prompt_tokens": _distribution(summary.prompt_tokens),
             "output_tokens": _distribution(summary.output_tokens),
+            "reasoning_tokens": summary.reasoning_tokens,
         },
         "times": {
             "queue_seconds": _distribution(log.queue_seconds),
