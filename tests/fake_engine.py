@@ -67,6 +67,7 @@ class Fault:
         rows: happens in a step in which one of these runs.
         after_tokens: happens once this process has sampled so many.
         at_start: happens before the engine is ready.
+        until: a file; once it is there a `stall` ends.
         times: how often over all processes, counted in `Behaviour.state`; None for always.
         spare: how often it would happen first, and does not.
         exit_code: of `exit` and `fatal`.
@@ -77,6 +78,7 @@ class Fault:
     rows: tuple[int, ...] = ()
     after_tokens: int | None = None
     at_start: bool = False
+    until: str | None = None
     times: int | None = None
     spare: int = 0
     exit_code: int = 11
@@ -240,7 +242,7 @@ class FakeCore:
         if self.behaviour.step_seconds:
             time.sleep(self.behaviour.step_seconds)
         faulty = self._by_row.keys() & self._running.keys() if self._by_row else ()
-        stalled = {row for row in sorted(faulty) if self._fault(self._by_row[row]) == "stall"}
+        stalled = {row for row in sorted(faulty) if self._stalls(self._by_row[row])}
         outputs = [out for live in list(self._running.values()) if (out := self._advance(live, stalled))]
         for fault in self._by_tokens:
             if self.counters.sampled >= (fault.after_tokens or 0):
@@ -331,10 +333,15 @@ class FakeCore:
             output.classification = Classification((("no", 1 - share), ("yes", share)))
         return output
 
-    def _fault(self, fault: Fault) -> str:
-        if fault.do not in _ROW_ERRORS and fault.do != "stall" and _once_more(fault, self.behaviour):
+    def _stalls(self, fault: Fault) -> bool:
+        if fault.do == "stall":
+            return fault.until is None or not Path(fault.until).exists()
+        self._fault(fault)
+        return False
+
+    def _fault(self, fault: Fault) -> None:
+        if fault.do not in _ROW_ERRORS and _once_more(fault, self.behaviour):
             commit(fault)
-        return fault.do
 
 
 def _sample(ids: list[int], sampling: SamplingParams) -> Sample:
@@ -478,4 +485,6 @@ def launcher(behaviour: Mapping[str, Any] | None = None) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
+    # No model runs here, and transformers would load all of torch, for seconds, beside a tokenizer.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     serve(build)

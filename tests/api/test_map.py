@@ -215,10 +215,10 @@ print(len(out), out[5]["summary"])
 
 def test_a_stopped_call_says_so_and_continues(call: dict[str, Any]) -> None:
     source = Dataset.from_list(ROWS)
-    slow = {**call, "launch": launcher({"load_seconds": 60}), "run": {**RUN, "max_time": 0.5, "grace": 0.2}}
+    slow = {**call, "launch": launcher({"load_seconds": 6000}), "run": {**RUN, "max_time": 0.5, "grace": 0.2}}
     with pytest.raises(StoppedError, match="run the same call to continue"):
         bg.map(source, **slow)
-    assert len(bg.map(source, **{**slow, "launch": call["launch"], "run": {**RUN, "max_time": 60}})) == 20
+    assert len(bg.map(source, **{**slow, "launch": call["launch"], "run": {**RUN, "max_time": 6000}})) == 20
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator
 
 import pytest
+from waiting import wait_until
 
 from batchgen.data.read_ahead import ReadAhead
 
@@ -17,17 +18,14 @@ def numbers(count: int, made: list[int] | None = None) -> Generator[bytes]:
         yield b"x" * (i % 7 + 1)
 
 
-def threads() -> int:
-    return sum(thread.name == "read-ahead" for thread in threading.enumerate())
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "read-ahead"}
 
 
-def settled(wanted: int) -> bool:
-    """Whether there are as many threads as wanted, soon."""
-    for _ in range(500):
-        if threads() == wanted:
-            return True
-        time.sleep(0.01)
-    return False
+@pytest.fixture
+def before() -> set[threading.Thread]:
+    """Threads that are not this test's doing."""
+    return threads()
 
 
 def test_items_in_order() -> None:
@@ -38,24 +36,24 @@ def test_items_in_order() -> None:
         ahead.close()
 
 
-def test_nothing_is_read_before_the_first_item_is_asked_for() -> None:
+def test_nothing_is_read_before_the_first_item_is_asked_for(before: set[threading.Thread]) -> None:
     made: list[int] = []
     ReadAhead(numbers(9, made), len).close()
     assert made == []
-    assert threads() == 0
+    assert threads() <= before
 
 
-def test_no_more_than_the_limit_waits() -> None:
+def test_no_more_than_the_limit_waits(before: set[threading.Thread]) -> None:
     made: list[int] = []
     ahead = ReadAhead(numbers(1000, made), len, 20)
     next(ahead)
-    before = -1
-    while len(made) != before:
-        before = len(made)
+    known = -1
+    while len(made) != known:
+        known = len(made)
         time.sleep(0.05)
     assert len(made) < 15
     ahead.close()
-    assert settled(0)
+    wait_until(lambda: threads() <= before)
 
 
 def test_an_error_comes_in_its_place() -> None:
@@ -70,9 +68,9 @@ def test_an_error_comes_in_its_place() -> None:
     ahead.close()
 
 
-def test_a_dropped_one_ends_its_thread() -> None:
+def test_a_dropped_one_ends_its_thread(before: set[threading.Thread]) -> None:
     ahead = ReadAhead(numbers(1000), len, 20)
     next(ahead)
     del ahead
     gc.collect()
-    assert settled(0)
+    wait_until(lambda: threads() <= before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import queue
 import signal
 import subprocess
@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tiny_models import oracle, save_tiny_llama
+from waiting import PATIENCE, wait_until
 
 from batchgen.dist.channel import pack
 from batchgen.dist.handle import WorkerHandle, launch_worker
 from batchgen.job.counters import create_counters, read_counters, rows_in_step
 from batchgen.job.journal import ResultRecord, result_payload
 from batchgen.text.tokenizer import Tokenizer
-
-WAIT = 120
 
 
 class Talk:
@@ -45,7 +45,7 @@ class Talk:
     def next(self, *kinds: str) -> dict[str, Any]:
         """The next message of one of `kinds`; others are skipped."""
         while True:
-            message = self._messages.get(timeout=WAIT)
+            message = self._messages.get(timeout=PATIENCE)
             assert message is not None, self.handle.last_lines()
             if message["type"] in kinds:
                 return message
@@ -77,6 +77,13 @@ def start(tmp_path: Path, model: Path) -> Iterator[Any]:
     yield make
     for talk in talks:
         talk.handle.kill()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether nothing of it runs any more."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def rows(texts: list[str]) -> list[list[Any]]:
@@ -164,7 +171,7 @@ def test_stop_sends_the_last_partials_and_exits(start: Any) -> None:
     talk.next("progress")
     talk.handle.send({"type": "stop"})
     talk.next("partials")
-    assert talk.handle.wait(WAIT) == 0
+    assert talk.handle.wait(PATIENCE) == 0
 
 
 def test_drain_finishes_what_runs_and_drops_the_rest(start: Any) -> None:
@@ -179,7 +186,7 @@ def test_drain_finishes_what_runs_and_drops_the_rest(start: Any) -> None:
     running = len(message["rows"])
     assert 0 < running + finished < 400
     talk.handle.send({"type": "stop"})
-    assert talk.handle.wait(WAIT) == 0
+    assert talk.handle.wait(PATIENCE) == 0
 
 
 def test_a_model_that_is_not_there_is_fatal_with_its_exit_code(start: Any, tmp_path: Path) -> None:
@@ -187,7 +194,7 @@ def test_a_model_that_is_not_there_is_fatal_with_its_exit_code(start: Any, tmp_p
     fatal = talk.next("fatal")
     assert fatal["exit_code"] == 2
     assert "model.path" in fatal["message"]
-    assert talk.handle.wait(WAIT) == 2
+    assert talk.handle.wait(PATIENCE) == 2
 
 
 def test_a_worker_does_not_outlive_its_supervisor(model: Path, tmp_path: Path) -> None:
@@ -210,14 +217,9 @@ def test_a_worker_does_not_outlive_its_supervisor(model: Path, tmp_path: Path) -
     pid = int(supervisor.stdout.readline().split()[1])
     assert supervisor.stdout.readline().strip() == "ready"
     supervisor.send_signal(signal.SIGKILL)
-    supervisor.wait(WAIT)
+    supervisor.wait(PATIENCE)
     supervisor.stdout.close()
-    for _ in range(WAIT * 10):
-        if not Path(f"/proc/{pid}").exists() or "Z (zombie)" in Path(f"/proc/{pid}/status").read_text():
-            return
-        os.sched_yield()
-        signal.sigtimedwait([], 0.1)
-    raise AssertionError("the worker outlived its supervisor")
+    wait_until(lambda: has_ended(pid))
 
 
 def test_a_template_that_refuses_the_job_is_fatal_before_weights_load(start: Any, model: Path) -> None:
@@ -237,6 +239,6 @@ def test_waiting_threads_of_a_worker_spin_only_shortly(
         monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
     show = (sys.executable, "-c", "import os; print(os.environ.get('GOMP_SPINCOUNT'))")
     handle = launch_worker(tmp_path / "log", lambda message: None, command=show)
-    assert handle.wait(WAIT) == 0
+    assert handle.wait(PATIENCE) == 0
     assert handle.last_lines() == ["None" if chosen else "3000"]
     handle.close()

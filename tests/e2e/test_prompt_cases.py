@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from tiny_models import CHAT_TEMPLATE, oracle, save_tiny_llama
+from waiting import PATIENCE
 
 from batchgen.text.tokenizer import Tokenizer
 
@@ -26,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def batchgen(*args: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "batchgen", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def run(folder: Path, model: Path, lines: list[str], **sections: Any) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import psutil
 import pytest
 from job_driver import CRASHED, Settings, run_here, start
 from job_inputs import data_bytes, read_output, write_jsonl, write_parquet
+from waiting import PATIENCE, wait_until
 
 from batchgen.job.counters import Counters, read_counters
 from batchgen.job.folder import JobFolder
@@ -30,16 +31,6 @@ KILLS_PER_JOB = 3
 ROWS = 200
 MAX_TOKENS = 24
 SLOW = {"step_seconds": 0.004}
-WAIT = 60.0
-
-
-def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
-    deadline = time.monotonic() + WAIT
-    while not ready():
-        if process is not None and process.poll() is not None:
-            return
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.003)
 
 
 def counters_of(root: Path, attempt: str = "*") -> list[Counters]:
@@ -146,7 +137,12 @@ def test_killed_at_random_moments(
 def await_tokens(root: Path, more: int, process: subprocess.Popen[str]) -> None:
     """Wait until so many more tokens were sampled, or the job is done."""
     target = sampled(root) + more
-    wait_until(lambda: sampled(root) >= target, process)
+    wait_until(lambda: sampled(root) >= target, process, every=0.003)
+
+
+def held_open(go: Path) -> dict[str, Any]:
+    """A worker that does not end the last row before the file `go` is there."""
+    return {**SLOW, "faults": [{"do": "stall", "rows": [ROWS - 1], "until": str(go)}]}
 
 
 def strike(process: subprocess.Popen[str], mode: str) -> None:
@@ -157,7 +153,7 @@ def strike(process: subprocess.Popen[str], mode: str) -> None:
     if mode in ("all", "worker"):
         for pid in workers:
             kill(pid)
-    code = process.wait(WAIT)
+    code = process.wait(PATIENCE)
     assert mode != "worker" or code == 0
     wait_until(lambda: not any(map(alive, workers)))
 
@@ -177,7 +173,7 @@ def test_killed_in_the_middle_of_an_operation(
         settings.worker = {"step_seconds": 0.001}
         process = start(settings)
         launched.append(process)
-        assert process.wait(WAIT) in (CRASHED, 0)
+        assert process.wait(PATIENCE) in (CRASHED, 0)
     finish(settings, expected)
 
 
@@ -195,15 +191,15 @@ def test_sigterm_drains_and_exits_75(tmp_path: Path, golden: Any, launched: Any)
         output=str(tmp_path / "out"),
         input=str(path),
         max_tokens=MAX_TOKENS,
-        worker=dict(SLOW),
-        options={"grace": 10.0},
+        worker={"step_seconds": 0.02},
+        options={"grace": 60.0},
     )
     for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         process = start(settings)
         launched.append(process)
         await_tokens(tmp_path / "out", 60, process)
         process.send_signal(name)
-        assert process.wait(WAIT) == 75
+        assert process.wait(PATIENCE) == 75
         assert process.stdout.read().splitlines()[-1].startswith(f"stopped ({name.name}); run the same")
         assert all(c.at_risk == 0 for c in counters_of(tmp_path / "out"))
     finish(settings, expected)
@@ -214,13 +210,13 @@ def test_long_rows_are_cut_at_the_grace_and_continued(tmp_path: Path, launched: 
     path = write_jsonl(tmp_path / "in.jsonl", 8)
     slow = {"step_seconds": 0.05}
     settings = Settings(
-        output=str(tmp_path / "out"), input=str(path), max_tokens=5000, worker=slow, options={"grace": 0.8}
+        output=str(tmp_path / "out"), input=str(path), max_tokens=5000, worker=slow, options={"grace": 4.0}
     )
     process = start(settings)
     launched.append(process)
     wait_until(lambda: sampled(tmp_path / "out") > 60, process)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(WAIT) == 75
+    assert process.wait(PATIENCE) == 75
     done = sampled(tmp_path / "out")
     settings.worker = {**slow, "step_seconds": 0}
     assert run_here(settings).exit_code == 0
@@ -238,9 +234,9 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path, golden: Any, launched: 
     wait_until(lambda: sampled(tmp_path / "out") > 10, process)
     workers = worker_pids(process)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    assert any(line.startswith("stopping (SIGINT)") for line in iter(process.stdout.readline, ""))
     process.send_signal(signal.SIGINT)
-    assert process.wait(WAIT) == 130
+    assert process.wait(PATIENCE) == 130
     wait_until(lambda: not any(map(alive, workers)))
     finish(settings, expected)
 
@@ -252,20 +248,20 @@ def test_a_stop_while_the_model_loads_is_immediate(tmp_path: Path, launched: Any
     launched.append(process)
     wait_until(lambda: bool(worker_pids(process)), process)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(WAIT) == 75
+    assert process.wait(PATIENCE) == 75
 
 
 def test_two_runs_at_once(tmp_path: Path, golden: Any, launched: Any) -> None:
     path, expected = golden["jsonl-jsonl"]
-    settings = Settings(
-        output=str(tmp_path / "out"), input=str(path), max_tokens=MAX_TOKENS, worker=dict(SLOW)
-    )
+    worker = held_open(tmp_path / "go")
+    settings = Settings(output=str(tmp_path / "out"), input=str(path), max_tokens=MAX_TOKENS, worker=worker)
     first = start(settings)
     launched.append(first)
     wait_until(lambda: sampled(tmp_path / "out") > 20, first)
     with pytest.raises(OwnershipError, match=rf"process {first.pid} on host"):
         run_here(settings)
-    assert first.wait(WAIT) == 0
+    (tmp_path / "go").touch()
+    assert first.wait(PATIENCE) == 0
     assert data_bytes(tmp_path / "out") == expected
 
 
@@ -276,10 +272,12 @@ def test_many_runs_started_together(tmp_path: Path, golden: Any, launched: Any) 
         input=str(path),
         format="parquet",
         max_tokens=MAX_TOKENS,
-        worker=dict(SLOW),
+        worker=held_open(tmp_path / "go"),
     )
     launched += [start(settings) for _ in range(3)]
-    codes = sorted(process.wait(WAIT) for process in launched)
+    wait_until(lambda: sum(process.poll() is not None for process in launched) == 2)
+    (tmp_path / "go").touch()
+    codes = sorted(process.wait(PATIENCE) for process in launched)
     assert codes == [0, 6, 6]
     assert data_bytes(tmp_path / "out") == expected
 
@@ -304,8 +302,8 @@ def test_a_frozen_run_that_wakes_changes_nothing(tmp_path: Path, golden: Any, la
     # The frozen run's worker goes on with what it has.
     wait_until(lambda: sampled(tmp_path / "out", "0002") > 300, second)
     frozen.send_signal(signal.SIGCONT)
-    assert frozen.wait(WAIT) == 6
-    assert second.wait(WAIT) == 0
+    assert frozen.wait(PATIENCE) == 6
+    assert second.wait(PATIENCE) == 0
     assert data_bytes(tmp_path / "out") == expected
     assert run_here(settings).exit_code == 0
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE
 
 from batchgen.data.row_result import RowResult
 from batchgen.job.claims import Claims
@@ -31,7 +32,7 @@ from batchgen.job.lease import acquire_lease
 lease = acquire_lease(JobFolder(Path(sys.argv[1])), float(sys.argv[2]), print)
 lease.start(lambda: None)
 print("owner", flush=True)
-time.sleep(60)
+time.sleep(6000)
 """
 
 
@@ -188,7 +189,7 @@ def test_losing_the_lease_is_reported(folder: JobFolder) -> None:
     lease = acquire_lease(folder, 0.2, print)
     lease.start(lost.set)
     folder.lease.unlink()
-    assert lost.wait(10)
+    assert lost.wait(PATIENCE)
     lease.release()
 
 

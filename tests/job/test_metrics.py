@@ -11,6 +11,7 @@ import pytest
 from fake_engine import launcher
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import save_tokenizer
+from waiting import PATIENCE
 
 from batchgen.api.job import Job
 from batchgen.job.metrics import JobMetrics, serve_metrics
@@ -58,7 +59,7 @@ class Scraper:
 
 
 def scrape(address: str) -> dict[str, float]:
-    with urllib.request.urlopen(address, timeout=10) as answer:
+    with urllib.request.urlopen(address, timeout=PATIENCE) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {
             sample.name + "".join(f"/{value}" for value in sample.labels.values()): sample.value

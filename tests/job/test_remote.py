@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import os
 import shutil
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 from job_driver import Settings, run_here, setup_of
+from waiting import wait_until
 
 import batchgen.job.object_store
 import batchgen.job.remote
@@ -20,6 +23,7 @@ from batchgen.job.manifest import require_manifest
 from batchgen.job.mirror import Mirror
 from batchgen.job.object_store import ObjectStore
 from batchgen.job.parts import recognise_parts
+from batchgen.job.progress import Progress
 from batchgen.job.remote import fetched, run_remote
 from batchgen.job.run_options import RunResult
 from batchgen.job.status import read_status
@@ -56,12 +60,17 @@ def expected(settings: Settings, tmp_path: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((tmp_path / "local" / "data").iterdir())}
 
 
-def run(settings: Settings, said: list[str] | None = None, **options: Any) -> RunResult:
+def run(
+    settings: Settings,
+    said: list[str] | None = None,
+    report: Callable[[Progress], None] = lambda progress: None,
+    **options: Any,
+) -> RunResult:
     setup = setup_of(settings)
     try:
         chosen = replace(settings.run_options(), **options)
         say = (lambda sentence: None) if said is None else said.append
-        return run_remote(setup, URL, chosen, launch=settings.launcher(), say=say)
+        return run_remote(setup, URL, chosen, launch=settings.launcher(), report=report, say=say)
     finally:
         setup.inputs.close()
 
@@ -70,6 +79,11 @@ def parts() -> dict[str, bytes]:
     found = ObjectStore(URL)
     names = sorted(found.sizes("data"))
     return {name.removeprefix("data/"): found.read(name) or b"" for name in names}
+
+
+def stop_once_rows_are_done(progress: Progress) -> None:
+    if progress.rows_done:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def lose_machine(settings: Settings) -> None:
@@ -101,8 +115,8 @@ def test_running_again_computes_nothing_even_elsewhere(
 
 
 def test_a_stopped_run_goes_on_from_another_machine(settings: Settings, expected: dict[str, bytes]) -> None:
-    slow = replace(settings, worker={"step_seconds": 0.3})
-    first = run(slow, max_time=3.0, grace=0.1)
+    held_open = replace(settings, worker={"faults": [{"do": "stall", "rows": [ROWS - 1]}]})
+    first = run(held_open, report=stop_once_rows_are_done, grace=0.1)
     assert first.exit_code == 75
     assert 0 < first.counts.rows < ROWS
     lose_machine(settings)
@@ -139,10 +153,9 @@ def cut_off(monkeypatch: pytest.MonkeyPatch, cut: int) -> Iterator[None]:
 def test_a_machine_lost_at_any_moment_loses_no_row(
     settings: Settings, expected: dict[str, bytes], cut: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with cut_off(monkeypatch, cut):
-        slow = replace(settings, worker={"step_seconds": 0.005})
-        with pytest.raises(StorageError):
-            run(slow)
+    # How many changes there are depends on how often a run sends; the last cuts may come after its end.
+    with contextlib.suppress(StorageError), cut_off(monkeypatch, cut):
+        run(replace(settings, worker={"step_seconds": 0.005}))
     lose_machine(settings)
     said: list[str] = []
     assert run(settings, said, lease_seconds=0.3).exit_code == 0
@@ -152,19 +165,18 @@ def test_a_machine_lost_at_any_moment_loses_no_row(
 
 
 def test_a_live_owner_is_left_alone_and_named(settings: Settings) -> None:
-    slow = replace(settings, worker={"step_seconds": 0.3})
+    stall = {"do": "stall", "rows": [ROWS - 1], "until": f"{settings.output}-go"}
+    held_open = replace(settings, worker={"faults": [stall]})
     ended: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: ended.append(run(slow, max_time=4, grace=0.1, lease_seconds=0.4))
-    )
+    thread = threading.Thread(target=lambda: ended.append(run(held_open, lease_seconds=0.4)))
     thread.start()
-    while ".batchgen/lease.json" not in ObjectStore(URL).sizes():
-        thread.join(0.02)
+    wait_until(lambda: ended or ".batchgen/lease.json" in ObjectStore(URL).sizes())
     elsewhere = replace(settings, output=settings.output + "-elsewhere")
     with pytest.raises(OwnershipError, match=r"process \d+ on host .* is running this job"):
         run(elsewhere, lease_seconds=5)
+    Path(stall["until"]).touch()
     thread.join()
-    assert ended[0].exit_code == 75
+    assert ended[0].exit_code == 0
 
 
 def test_who_was_taken_over_changes_nothing(settings: Settings, expected: dict[str, bytes]) -> None:

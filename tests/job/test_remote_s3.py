@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import fsspec
 import pytest
 from stand_in_s3 import serve_s3
 from tiny_models import save_tokenizer
+from waiting import wait_until
 
 FAKE = Path(__file__).resolve().parents[1] / "fake_batchgen.py"
 URL = "s3://results/of/a-job"
@@ -78,9 +78,7 @@ def test_a_killed_run_is_continued_by_another_machine(s3: dict[str, str], job: P
     expected = {p.name: p.read_bytes() for p in sorted((tmp_path / "local" / "data").iterdir())}
     first = batchgen(s3, tmp_path / "first", "run", str(job), step_seconds=0.1, tokens_per_step=1)
     copy = tmp_path / "first" / "remote"
-    while not any(f.stat().st_size for f in copy.glob("*/.batchgen/journal/*.seg")):
-        assert first.poll() is None, finish(first)
-        time.sleep(0.02)
+    assert wait_until(lambda: any(f.stat().st_size for f in copy.glob("*/.batchgen/journal/*.seg")), first)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
     said = finish(batchgen(s3, tmp_path / "second", "run", str(job)))

@@ -97,7 +97,7 @@ def test_a_stopped_and_a_failed_job_have_a_report_and_a_resumed_one_all_attempts
     assert report["verdict"]["state"] == "failed"
     assert report["verdict"]["exit_code"] == 3
     assert 0 < report["rows"]["done"] < 60
-    settings.worker = {"step_seconds": 0.005}
+    settings.worker = {"step_seconds": 0.05}
     settings.options = {"max_time": 0.3, "grace": 0.2}
     assert run_here(settings).exit_code == 75
     stopped = report_of(settings)

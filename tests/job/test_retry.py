@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from job_driver import CRASHED, Settings, run_here, start
 from job_inputs import data_bytes, read_output, write_jsonl
+from waiting import PATIENCE
 
 from batchgen.data.results import RowResult
 from batchgen.job.condition import DEFAULT, Condition
@@ -61,7 +62,7 @@ def retry(settings: Settings, where: str | None = None, temperature: float | Non
 def code_of(settings: Settings) -> int:
     """Exit code of the job as a process of its own."""
     with start(settings) as process:
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
         return process.returncode
 
 

@@ -16,6 +16,7 @@ import pytest
 from fake_engine import answer, prompt_ids, text_of
 from job_driver import CRASHED, Settings, run_here, start
 from job_inputs import data_bytes, read_output, write_jsonl
+from waiting import PATIENCE
 
 from batchgen.data.packed_logprobs import PackedLogprobs
 from batchgen.data.results import BatchLabels, plan_output
@@ -174,7 +175,7 @@ def test_a_supervisor_that_dies_at_any_write_changes_no_byte(
     settings = job(tmp_path, "jsonl", "explode", crash_at=crash_at)
     settings.worker = {"step_seconds": 0.001}
     process = start(settings)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode in (CRASHED, 0)
     settings.crash_at = None
     assert run_here(settings).exit_code == 0

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from job_driver import Settings, run_here, start
 from job_inputs import write_jsonl
+from waiting import wait_until
 
 from batchgen.cli import status as verb
 from batchgen.cli.main import main
@@ -76,18 +76,19 @@ def test_rows_whose_number_is_not_known_yet(complete: Path) -> None:
 
 def test_a_watched_job_is_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "in.jsonl", 34)
-    slow = {"step_seconds": 0.02, "tokens": 16}
-    settings = Settings(output=str(tmp_path / "out"), input=str(tmp_path / "in.jsonl"), worker=slow)
+    stall = {"do": "stall", "rows": [32], "until": str(tmp_path / "go")}
+    held_open = {"tokens": 16, "faults": [stall]}
+    settings = Settings(output=str(tmp_path / "out"), input=str(tmp_path / "in.jsonl"), worker=held_open)
     process = start(settings)
     status = wait_until_it_works(tmp_path / "out")
     monkeypatch.setattr(verb, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(verb._Screen, "every", 0.05)
     replays = count_replays(monkeypatch)
-    stream = io.StringIO()
+    stream = _Until(3, tmp_path / "go")
     verb._watch(status, verb._Screen(stream))
     process.communicate()
     drawn = stream.getvalue().split("\x1b[J")
-    assert len(drawn) > 2
+    assert len(drawn) > 3
     assert "rows      34 of 34: 32 ok, 2 failed" in drawn[-1]
     assert re.search(r"rate  .* rows/s, .* tok/s in, .* out.*, ETA ", drawn[0])
     # Only the end is counted row by row; in between a few small files are read.
@@ -104,16 +105,26 @@ def test_a_log_gets_lines(complete: Path) -> None:
     assert lines[1] == f"{complete}: complete"
 
 
+class _Until(io.StringIO):
+    """What is drawn; makes the file `go` at the n-th picture."""
+
+    def __init__(self, pictures: int, go: Path) -> None:
+        super().__init__()
+        self._pictures, self._go = pictures, go
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        if self.getvalue().count("\x1b[J") >= self._pictures:
+            self._go.touch()
+        return count
+
+
 def wait_until_it_works(folder: Path) -> JobStatus:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if (folder / ".batchgen" / "attempts" / "0001.progress.json").exists():
-            status = read_status(folder)
-            if status.state == "running" and status.rows_done:
-                assert glance(status).state == "running"
-                return status
-        time.sleep(0.05)
-    raise AssertionError("the job did not start")
+    wait_until((folder / ".batchgen" / "attempts" / "0001.progress.json").exists)
+    wait_until(lambda: read_status(folder).rows_done)
+    status = read_status(folder)
+    assert (status.state, glance(status).state) == ("running", "running")
+    return status
 
 
 def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:

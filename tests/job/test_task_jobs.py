@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from job_driver import CRASHED, Settings, run_here, start
 from job_inputs import data_bytes
+from waiting import PATIENCE
 
 from batchgen.data.task_columns import TASK_COLUMNS
 from batchgen.job.export import Exporter, ExportOptions
@@ -37,7 +38,7 @@ def test_a_killed_job_ends_with_the_bytes_of_one_that_ran_through(task: str, tmp
     assert run_here(whole).exit_code == 0
     broken = replace(whole, output=str(tmp_path / "broken"))
     process = start(replace(broken, crash_at=CRASHES[task]))
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == CRASHED
     assert run_here(broken).exit_code == 0
     assert data_bytes(tmp_path / "broken") == data_bytes(tmp_path / "whole")

@@ -11,7 +11,6 @@ import random
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ import psutil
 import pytest
 from job_driver import Settings, run_here, start
 from job_inputs import data_bytes, write_jsonl
+from waiting import PATIENCE, wait_until
 
 from batchgen.job.folder import JobFolder
 from batchgen.job.status import read_status
 from batchgen.job.verify import verify_folder
 from batchgen.types import OwnershipError
 
-WAIT = 60.0
 OWN = re.compile(r"lock$|0001\.|[a-z]000001")
 _random = random.Random(int(os.environ.get("BATCHGEN_KILL_SEED", "20260102")))
 NUMBERS = [_random.randint(20, 90) for _ in range(int(os.environ.get("BATCHGEN_FREEZES", "2")))]
@@ -47,13 +46,7 @@ def launched() -> Iterator[list[subprocess.Popen[str]]]:
 
 def stopped(process: subprocess.Popen[str]) -> bool:
     """Whether a process stands still; False if it has ended."""
-    deadline = time.monotonic() + WAIT
-    while process.poll() is None:
-        if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
-            return True
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
-    return False
+    return wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, process)
 
 
 def snapshot(root: Path) -> dict[str, bytes]:
@@ -85,13 +78,13 @@ def test_nothing_that_a_woken_run_writes_counts(
     settings.freeze_at, settings.elsewhere = None, number % 2 == 0
     second = start(settings)
     launched.append(second)
-    said, _ = second.communicate(timeout=WAIT)
+    said, _ = second.communicate(timeout=PATIENCE)
     assert second.returncode == 0, said
     assert f"owned by process {first.pid}" in said
     assert "has shown no life for 0.6 s; taking over" in said
     before = snapshot(tmp_path / "out")
     first.send_signal(signal.SIGCONT)
-    said, _ = first.communicate(timeout=WAIT)
+    said, _ = first.communicate(timeout=PATIENCE)
     assert first.returncode == 6, said
     after = snapshot(tmp_path / "out")
     assert after == before
@@ -104,11 +97,10 @@ def test_nothing_that_a_woken_run_writes_counts(
 
 def test_a_living_owner_on_another_host_is_named(tmp_path: Path, calm: Any, launched: list[Any]) -> None:
     path = calm[0]
-    slow = {"step_seconds": 0.05}
-    settings = Settings(output=str(tmp_path / "out"), input=str(path), worker=slow, elsewhere=True)
+    endless = {"faults": [{"do": "stall", "rows": [0]}]}
+    settings = Settings(output=str(tmp_path / "out"), input=str(path), worker=endless, elsewhere=True)
     first = start(settings)
     launched.append(first)
-    while not list(JobFolder(tmp_path / "out").internal.glob("lease.json")):
-        time.sleep(0.01)
+    wait_until(JobFolder(tmp_path / "out").lease.exists, first)
     with pytest.raises(OwnershipError, match=rf"process {first.pid} on host faraway is running this job"):
         run_here(Settings(output=str(tmp_path / "out"), input=str(path)))

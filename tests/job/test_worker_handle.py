@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from waiting import PATIENCE
 
 from batchgen.dist.channel import Channel, ChannelClosed
 from batchgen.dist.handle import WorkerHandle, launch_worker
@@ -69,12 +70,12 @@ def test_messages_go_both_ways_whatever_they_hold(tmp_path: Path) -> None:
         "nested": {"a": [None, True, 1.5]},
     }
     handle.send(message)
-    assert received.get(timeout=30) == {"type": "echo", "content": message}
+    assert received.get(timeout=PATIENCE) == {"type": "echo", "content": message}
     handle.send({"when": datetime.date(2024, 1, 2), "exact": Decimal("1.10")})
-    assert received.get(timeout=30)["content"] == {"when": "2024-01-02", "exact": "1.10"}
+    assert received.get(timeout=PATIENCE)["content"] == {"when": "2024-01-02", "exact": "1.10"}
     handle.close()
-    assert received.get(timeout=30) is None
-    assert handle.wait(30) == 0
+    assert received.get(timeout=PATIENCE) is None
+    assert handle.wait(PATIENCE) == 0
     assert sorted(handle.last_lines()) == ["err", "out and"]
     assert len(handle.last_lines(1)) == 1
 
@@ -84,14 +85,14 @@ def test_sending_never_blocks_on_a_worker_that_does_not_read(tmp_path: Path) -> 
     for _ in range(20):
         handle.send({"type": "rows", "rows": ["x" * 1_000_000]})
     handle.kill()
-    assert received.get(timeout=30) is None
+    assert received.get(timeout=PATIENCE) is None
     assert handle.poll() == -9
 
 
 def test_a_worker_that_ends_closes_the_channel(tmp_path: Path) -> None:
     handle, received = start(tmp_path, "import sys; sys.exit(3)")
-    assert received.get(timeout=30) is None
-    assert handle.wait(30) == 3
+    assert received.get(timeout=PATIENCE) is None
+    assert handle.wait(PATIENCE) == 3
     handle.send({"type": "stop"})
     handle.close()
 
@@ -108,7 +109,7 @@ def test_a_busy_worker_dies_with_its_supervisor(tmp_path: Path, after: float) ->
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    psutil.wait_procs([worker], timeout=30)
+    psutil.wait_procs([worker], timeout=PATIENCE)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
@@ -124,7 +125,7 @@ def test_closing_wakes_a_thread_that_waits() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     channel.close()
-    assert ended.wait(10)
+    assert ended.wait(PATIENCE)
     thread.join()
     with pytest.raises(ChannelClosed):
         channel.send({})

@@ -1,8 +1,7 @@
 """The real model and real prompts, and transformers' own output for them, kept on disk.
 
-Used by the parity and invariance suites. `BATCHGEN_PARITY_PROMPTS` sets how many prompts are
-compared (8 in the usual suite, 64 in `make parity`). What transformers generated is kept in
-`build/parity/`, so that an interrupted run goes on where it was.
+What transformers generated is kept in `build/parity/`, for each version of it and of torch, so that no run
+computes it twice and an interrupted one goes on where it was.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from batchgen.models.source import find_model
@@ -21,7 +21,7 @@ from batchgen.text.tokenizer import Tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "build" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROBLEMS = ROOT / "build" / "HumanEval.jsonl.gz"
-KEPT = ROOT / "build" / "parity" / "oracle.json"
+KEPT = ROOT / "build" / "parity" / f"oracle-{transformers.__version__}-{torch.__version__}.json"
 MAX_TOKENS = 48
 SYSTEM = (
     "You are a patient teacher of programming who writes for beginners. Say in plain English what the "

@@ -10,8 +10,8 @@ import os
 import random
 
 import torch
-from engine_harness import make_engine, record_logits, reschedule
-from real_model import MODEL, prompts
+from engine_harness import record_logits, reschedule
+from real_model import prompts
 
 from batchgen.engine.build import Engine
 from batchgen.types import Request, SamplingParams
@@ -35,9 +35,8 @@ def run_rows(engine: Engine, rows: list[int]) -> dict[int, list[int]]:
     return done
 
 
-def test_bits_do_not_depend_on_the_schedule() -> None:
+def test_bits_do_not_depend_on_the_schedule(loaded: Engine) -> None:
     rng = random.Random(int(os.environ.get("BATCHGEN_SEED", "0")))
-    loaded = make_engine(MODEL, max_model_len=640)
     assert loaded.facts["batch_invariant"]
     alone = reschedule(loaded, 4096, max_num_seqs=1, max_num_batched_tokens=512, prefix_caching=False)
     truth = record_logits(alone)
