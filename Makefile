@@ -6,6 +6,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL := build/SmolLM2-135M-Instruct.Q4_1.gguf
 HUMANEVAL := build/HumanEval.jsonl.gz
+# File after file in the order of folders; by itself xdist leaves to the end the files of few and long tests.
+PYTEST_TWO := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 KILLS ?= 40
 ROWS ?= 4000
 MINUTES ?= 1
@@ -43,12 +45,12 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(BIN)/mypy
 
 unit: $(MODEL) $(HUMANEVAL)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15 -m "not slow"
+	$(PYTEST_TWO) --durations 15 -m "not slow"
 
 test: lint unit ## everything that must hold before a commit, under 10 minutes
 
 ci: test ## the longer suites too, under 60 minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+	$(PYTEST_TWO) -m slow
 	BATCHGEN_STEPS=150000 $(BIN)/python -m pytest tests/core -k machine --timeout 1800
 	BATCHGEN_SCHEDULES=20 $(BIN)/python -m pytest tests/parity/test_real_invariance.py --timeout 1800
 	BATCHGEN_FUZZ=50 $(BIN)/python -m pytest tests/spec/test_job_file_fuzz.py --timeout 1800
@@ -71,7 +73,7 @@ invariance: $(MODEL) $(HUMANEVAL) ## bits under random schedules: 500 of five ki
 	BATCHGEN_SCHEDULES=200 $(BIN)/python -m pytest tests/parity/test_real_invariance.py -s --timeout 7200
 
 properties: $(MODEL) $(HUMANEVAL) ## all tests on new examples, state machines of the core for a million steps
-	BATCHGEN_RANDOM=1 $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 3600
+	BATCHGEN_RANDOM=1 $(PYTEST_TWO) --timeout 3600
 	BATCHGEN_STEPS=1000000 $(BIN)/python -m pytest tests/core -k machine -s --timeout 7200
 
 fuzz: $(VENV)/.installed ## 100,000 random and damaged files through every reader

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from tiny_models import CHAT_TEMPLATE, oracle, save_tiny_llama
-from waiting import PATIENCE
 
+from batchgen.cli.main import main
 from batchgen.text.tokenizer import Tokenizer
 
 CONTEXT = 96
@@ -23,11 +23,6 @@ WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHAT_TEMPLATE
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("llama"))
-
-
-def batchgen(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "batchgen", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def run(folder: Path, model: Path, lines: list[str], **sections: Any) -> list[dict[str, Any]]:
@@ -40,9 +35,10 @@ def run(folder: Path, model: Path, lines: list[str], **sections: Any) -> list[di
         **sections,
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
-    done = batchgen("run", folder / "job.yaml")
-    assert done.returncode == 0, done.stderr
-    assert batchgen("verify", folder / "out").returncode == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        assert main(["run", str(folder / "job.yaml")]) == 0
+    assert main(["verify", str(folder / "out")]) == 0
     rows: list[dict[str, Any]] = pq.read_table(folder / "out/data").to_pylist()
     return rows
 

@@ -13,7 +13,7 @@ from batchgen.engine.build import Engine
 
 @pytest.fixture(scope="session")
 def real_engine() -> Iterator[Engine]:
-    engine = make_engine(MODEL, max_model_len=640, max_num_seqs=64)
+    engine = make_engine(MODEL, max_model_len=640, max_num_seqs=64, kv_cache_memory=400_000_000)
     yield engine
     engine.core.close()
 
