@@ -5,13 +5,12 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
-from typing import Any
 
 PATIENCE = 600.0
 
 
 def wait_until(
-    ready: Callable[[], object], process: subprocess.Popen[Any] | None = None, every: float = 0.01
+    ready: Callable[[], object], process: subprocess.Popen[str] | None = None, every: float = 0.01
 ) -> bool:
     """Until `ready()` is true, looking each `every` seconds; False if `process` ended first.
 

@@ -13,34 +13,22 @@ import torch
 import transformers
 
 import batchgen
-from batchgen.core.kv_layout import KVCacheLayout
-from batchgen.core.kv_spec import KVCacheConfig
 from batchgen.core.scheduler import Scheduler, SchedulerConfig
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.core import EngineCore
-from batchgen.engine.invariance import find_row_multiple, model_is_invariant
-from batchgen.engine.kv_memory import plan_kv_layout
+from batchgen.engine.invariance import model_is_invariant
+from batchgen.engine.materials import KV_DTYPE_NAMES, Materials
 from batchgen.engine.memory import (
-    Budget,
-    CacheShape,
     MemoryPlan,
-    available_memory,
     default_threads,
-    plan_memory,
 )
-from batchgen.engine.output_check import EXACT, ROUNDED, check_output
 from batchgen.engine.reading import Labels
-from batchgen.engine.runner import ModelRunner
-from batchgen.engine.step_memory import SCRATCH_BLOCKS, largest_step
 from batchgen.grammar import counted
-from batchgen.models.activations import make_activations_rowwise
-from batchgen.models.experts import make_experts_rowwise
-from batchgen.models.footprint import mapped_bytes, weight_bytes
 from batchgen.models.latent import latent_notes
-from batchgen.models.loader import DTYPES, LoadedModel, context_length, load_config, load_model, task_of
+from batchgen.models.loader import DTYPES, LoadedModel, load_config, load_model, task_of
 from batchgen.models.probe import LayerAttention, probe_model
 from batchgen.models.refusals import refuse_config
-from batchgen.models.rope import longest_sequence, pin_rope
+from batchgen.models.rope import pin_rope
 from batchgen.models.source import ModelSource, find_model, find_tokenizer
 from batchgen.promise import SAME, VARIES, Promise, check_kv_dtype, promise, resolve_dtypes
 from batchgen.text.tokenizer import Tokenizer
@@ -52,9 +40,6 @@ from batchgen_kernels.registry import BackendError, Selection, select
 CPU_BATCHED_TOKENS = 512
 CPU_SEQUENCES = 64
 BLOCK_SIZE = 16
-_WITHOUT_LOGITS = frozenset({Task.EMBED, Task.CLASSIFY})
-"""Tasks for which a model is loaded without what makes logits of tokens."""
-KV_DTYPE_NAMES = {**DTYPES, "int8": torch.int8}
 logger = logging.getLogger(__name__)
 
 
@@ -125,24 +110,11 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     layers = probe_model(loaded.model)
     backend, reason = _backend(config, layers)
     _check_block_size(backend, config.block_size or BLOCK_SIZE)
-    memory = _memory(config, loaded, layers, backend)
-    layout = memory.shape.layout
+    materials = Materials(config, loaded, layers, backend)
+    memory = materials.memory()
     rope_notes = pin_rope(loaded.model, memory.max_model_len)
     promised = promise("cpu", dtype, kv_dtype, config.deterministic)
-    row_multiple = _row_multiple(config, loaded) if promised.checked else None
-    runner = ModelRunner(
-        loaded,
-        layers,
-        backend,
-        layout,
-        kv_dtype=KV_DTYPE_NAMES[kv_dtype],
-        num_blocks=memory.num_blocks,
-        block_size=memory.shape.block_size,
-        row_multiple=row_multiple or 1,
-    )
-    kv_config = KVCacheConfig(memory.num_blocks, memory.shape.block_size, layout.groups)
-    exact = dtype == kv_dtype == "float32"
-    check_output(runner, loaded, kv_config, memory.max_model_len, EXACT if exact else ROUNDED)
+    runner, row_multiple = materials.checked_runner(memory, invariant=promised.checked)
     invariant = (
         row_multiple is not None
         and CAPABILITIES[backend.name].batch_invariant
@@ -150,7 +122,7 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     )
     core = EngineCore(
         runner,
-        Scheduler(_scheduler_config(config, memory), kv_config),
+        Scheduler(_scheduler_config(config, memory), memory.kv_config),
         tokenizer,
         loaded.eos_token_ids,
         memory.max_model_len,
@@ -169,6 +141,7 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
             *latent_notes(loaded.config, layers, KV_DTYPE_NAMES[kv_dtype].itemsize),
             *rope_notes,
             f"attention: {reason}",
+            *([f"layers: {materials.substitutes.description}"] if materials.substitutes else []),
             _invariance_note(promised, config, invariant),
         ],
     )
@@ -206,85 +179,6 @@ def _check_block_size(backend: AttentionBackend, block_size: int) -> None:
             f"engine.block_size: {block_size} is not a multiple of {multiple}, which the {backend.name} "
             "attention backend needs"
         )
-
-
-def _memory(
-    config: EngineConfig, loaded: LoadedModel, layers: list[LayerAttention], backend: AttentionBackend
-) -> MemoryPlan:
-    assert config.block_size is not None
-    assert config.max_num_batched_tokens is not None
-    assert config.max_num_seqs is not None
-    context = context_length(loaded.config)
-    if config.max_model_len is not None:
-        context = longest_sequence(loaded.config, context)
-    layout = plan_kv_layout(
-        layers,
-        backend,
-        KV_DTYPE_NAMES[config.kv_cache_dtype],
-        block_size=config.block_size,
-        max_chunk=config.max_num_batched_tokens,
-        max_tokens=config.max_model_len or context,
-    )
-    return plan_memory(
-        shape=CacheShape(layout, config.block_size, config.max_num_batched_tokens),
-        context=context,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        kv_cache_memory=config.kv_cache_memory,
-        budget=_budget(config, loaded, layers, backend, layout),
-    )
-
-
-def _budget(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    layers: list[LayerAttention],
-    backend: AttentionBackend,
-    layout: KVCacheLayout,
-) -> Budget:
-    assert config.block_size is not None
-    assert config.max_num_batched_tokens is not None
-    assert config.max_num_seqs is not None
-    scratch = ModelRunner(
-        loaded,
-        layers,
-        backend,
-        layout,
-        kv_dtype=KV_DTYPE_NAMES[config.kv_cache_dtype],
-        num_blocks=SCRATCH_BLOCKS,
-        block_size=config.block_size,
-        row_multiple=1,
-    )
-    step = largest_step(
-        scratch,
-        tokens=config.max_num_batched_tokens,
-        sampled=config.max_num_seqs,
-        scores=loaded.task not in _WITHOUT_LOGITS,
-    )
-    # The kernel counts pages of a mapped file as memory that can be had; weights are needed in every step.
-    available = max(0, available_memory() - mapped_bytes(loaded.model))
-    return Budget(
-        available=available // config.sharers,
-        weights=weight_bytes(loaded.model),
-        step=step.step,
-        scoring=step.scoring,
-        step_name=f"{counted(config.max_num_batched_tokens, 'token')}, {config.max_num_seqs:,} sampled",
-    )
-
-
-def _row_multiple(config: EngineConfig, loaded: LoadedModel) -> int | None:
-    """Rows to pad to, or None where there is no number that makes the model invariant."""
-    assert config.num_threads is not None
-    assert config.max_num_batched_tokens is not None
-    assert config.max_num_seqs is not None
-    if config.num_threads > 2:
-        make_activations_rowwise(loaded.model)
-    multiple = find_row_multiple(
-        loaded.model, config.num_threads, config.max_num_batched_tokens, config.max_num_seqs
-    )
-    if multiple is not None:
-        make_experts_rowwise(loaded.model, multiple)
-    return multiple
 
 
 def _invariance_note(promised: Promise, config: EngineConfig, invariant: bool) -> str:

@@ -5,12 +5,13 @@ share the call. Measured with torch 2.13 and MKL: rows of `F.linear` are bit-ide
 number of rows except where a thread gets fewer than 4, so padding each step to a multiple of
 4 x threads rows makes float32 batch-invariant at almost no cost; in bfloat16 oneDNN gave every row the same
 bits for every number of rows. Whether that holds on this machine, for this model's weight shapes, is checked
-here rather than assumed: first each product by itself, then the whole model with its cache.
+here rather than assumed: first each product by itself, then the whole model with its cache. Products of
+our own (`batchgen.models.substitutes`) need neither the padding nor the check of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +42,11 @@ class Product:
         return F.linear(x, self.weight, self.bias)
 
 
-def distinct_products(model: torch.nn.Module) -> list[Product]:
+def distinct_products(model: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> list[Product]:
     """One product of each shape: linear layers, convolutions of width 1, routers and experts."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     seen: dict[tuple[Any, ...], Product] = {}
-    for module in model.modules():
+    for module in modules:
         for product in _products(module, is_head=module is head):
             shape = (*product.weight.shape, product.weight.stride(), product.bias is None, product.is_head)
             seen.setdefault(shape, product)
@@ -81,11 +82,11 @@ def rows_are_independent(product: Product, multiple: int, max_rows: int) -> bool
 
 
 @torch.inference_mode()
-def activations_are_independent(model: torch.nn.Module, multiple: int, max_rows: int) -> bool:
+def activations_are_independent(modules: Iterable[torch.nn.Module], multiple: int, max_rows: int) -> bool:
     """Whether activation functions give a row the same bits for every number of rows up to `max_rows`."""
     generator = torch.Generator().manual_seed(0)
     seen: set[tuple[str, int]] = set()
-    for parent, _, activation in activation_modules(model):
+    for parent, _, activation in activation_modules(modules):
         for width, dtype in _inputs_of_activation(parent):
             if (repr(activation), width) in seen:
                 continue
@@ -108,15 +109,27 @@ def _inputs_of_activation(parent: torch.nn.Module) -> set[tuple[int, torch.dtype
 
 
 def find_row_multiple(
-    model: torch.nn.Module, threads: int, max_tokens: int, max_logits_rows: int
+    model: torch.nn.Module,
+    modules: Sequence[torch.nn.Module],
+    threads: int,
+    max_tokens: int,
+    max_logits_rows: int,
 ) -> int | None:
-    """The least number of rows whose multiples keep every row's bits, or None if none was found."""
-    products = distinct_products(model)
-    for factor in (1, 2, 4):
-        multiple = ROWS_PER_THREAD * threads * factor
+    """The least number of rows whose multiples keep every row's bits, or None if none was found.
+
+    Args:
+        model: as a whole.
+        modules: of the model; the others are known to keep every row's bits.
+        threads: that share a product.
+        max_tokens: most rows of a step.
+        max_logits_rows: most of them that sample.
+    """
+    products = distinct_products(model, modules)
+    for factor in (1, 2, 4) if products else (0, 1, 2, 4):
+        multiple = max(1, ROWS_PER_THREAD * threads * factor)
         if all(
             rows_are_independent(p, multiple, max_logits_rows if p.is_head else max_tokens) for p in products
-        ) and activations_are_independent(model, multiple, max_tokens):
+        ) and activations_are_independent(modules, multiple, max_tokens):
             return multiple
     return None
 

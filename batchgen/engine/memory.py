@@ -11,6 +11,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from batchgen.core.kv_layout import KVCacheLayout
+from batchgen.core.kv_spec import KVCacheConfig
 from batchgen.grammar import agreeing, counted
 from batchgen.types import UsageError
 
@@ -101,6 +102,11 @@ class MemoryPlan:
     budget: Budget
     context: int
     asked_for: bool
+
+    @property
+    def kv_config(self) -> KVCacheConfig:
+        """The pool and its groups."""
+        return KVCacheConfig(self.num_blocks, self.shape.block_size, self.shape.layout.groups)
 
     def table(self) -> list[str]:
         """The budget in lines for a person."""

@@ -8,6 +8,9 @@ same model with transformers' eager attention.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
 import torch
 
 from batchgen.core.kv_spec import KVCacheConfig
@@ -18,6 +21,9 @@ from batchgen.models.loader import LoadedModel
 from batchgen.models.refusals import refusal
 from batchgen.types import Request, SamplingParams
 
+if TYPE_CHECKING:
+    from batchgen.models.substitutes import Substitutes
+
 TOKENS = 23
 FORCED = 2
 """Of the tokens, how many are computed one at a time, as if they had been sampled."""
@@ -27,27 +33,44 @@ EXACT, ROUNDED = 1e-3, 0.7
 cache are coarser. Two unrelated outputs differ by 1.4."""
 
 
-def check_output(
-    runner: ModelRunner, loaded: LoadedModel, kv_config: KVCacheConfig, max_model_len: int, limit: float
-) -> None:
-    """Compare the hidden states of a few tokens with those that transformers computes.
+def output_difference(
+    runner: ModelRunner,
+    loaded: LoadedModel,
+    kv_config: KVCacheConfig,
+    max_model_len: int,
+    substitutes: Substitutes | None,
+) -> float | None:
+    """How much the hidden states of a few tokens differ from those that transformers computes.
 
-    Uses the runner's cache, so it must run before the first request. What has no room for it is not checked.
+    Uses the runner's cache, so it must run before the first request.
+
+    Returns:
+        Root mean square over the standard deviation; None where there is no room to find it out.
 
     Raises:
-        UsageError: they differ by more than `limit`, or cannot be computed.
+        UsageError: they cannot be computed.
     """
     each = sum(group.peak_blocks(TOKENS, kv_config.block_size, CHUNK) for group in kv_config.groups)
     # Room for one row more than there are, so that none has to wait for another or is preempted.
     if max_model_len <= TOKENS or kv_config.num_blocks <= 3 * each:
-        return
+        return None
     ids = [(11 + 37 * t + 5 * t * t) % loaded.vocab_size for t in range(TOKENS)]
     try:
-        theirs, ours = _whole(runner, loaded, ids), _in_pieces(runner, kv_config, ids)
+        with substitutes.suspended() if substitutes else nullcontext():
+            theirs = _whole(runner, loaded, ids)
+        ours = _in_pieces(runner, kv_config, ids)
     except Exception as error:
         raise refusal(f"a forward pass of {TOKENS} tokens failed: {error}") from error
-    difference = _relative(ours, theirs)
-    if difference > limit:
+    return _relative(ours, theirs)
+
+
+def check_difference(difference: float | None, limit: float) -> None:
+    """Refuse a model whose output differs by more than `limit`.
+
+    Raises:
+        UsageError: it does.
+    """
+    if difference is not None and difference > limit:
         raise refusal(
             "what it computes in pieces among other rows differs from what transformers computes, by "
             f"{difference:.2g} of the standard deviation"

@@ -6,7 +6,7 @@ conditions; `EngineCore` calls it once a step.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,10 @@ from batchgen.models.parts import ModelParts
 from batchgen.models.probe import LayerAttention
 from batchgen_kernels.backend import AttentionBackend
 from batchgen_kernels.metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from batchgen.models.decoder import FusedDecoder
+    from batchgen_kernels.cpu.decoder import DecoderProgram
 
 
 class _StepContext:
@@ -45,6 +49,11 @@ class _StepContext:
         out = backend.attend(query[0].transpose(0, 1), cache, metadata, layer.spec, layer.sinks)
         return out.unsqueeze(0)
 
+    def decode(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        program = self.runner.program
+        assert program is not None
+        return program.run(hidden, cos, sin, self.metadata)
+
 
 class ModelRunner:
     """A model with its paged KV cache.
@@ -58,6 +67,8 @@ class ModelRunner:
         num_blocks: blocks in the pool, the null block included.
         block_size: tokens in a block.
         row_multiple: forward passes are padded to a multiple of this many rows.
+        decoder: the weights of the layers, where they run as one program.
+        max_rows: for which such a program keeps memory; longer steps take more.
     """
 
     def __init__(
@@ -71,6 +82,8 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         row_multiple: int,
+        decoder: FusedDecoder | None = None,
+        max_rows: int = 0,
     ) -> None:
         self.parts = ModelParts(loaded.model, loaded.task)
         self.layers = layers
@@ -79,6 +92,17 @@ class ModelRunner:
         self.row_multiple = row_multiple
         self.layout = layout
         self.kv = KVMemory(layout, layers, backend, kv_dtype, num_blocks=num_blocks, block_size=block_size)
+        self.program = None if decoder is None else self._program(decoder, max_rows)
+
+    def _program(self, decoder: FusedDecoder, max_rows: int) -> DecoderProgram:
+        # Needs Numba, which is there where there are programs.
+        from batchgen_kernels.cpu.decoder import DecoderLayer, DecoderProgram
+
+        layers = [
+            DecoderLayer(layer.spec, cache, place.group, layer.sinks)
+            for layer, cache, place in zip(self.layers, self.kv.caches, self.layout.places, strict=True)
+        ]
+        return DecoderProgram(decoder.weights, layers, self.backend, max_rows)  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> torch.Tensor:
@@ -111,5 +135,6 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give the memory of the KV cache back, and that of the weights if nobody else holds the model."""
+        self.program = None
         self.kv.close()
         self.parts.close()

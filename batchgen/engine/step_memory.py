@@ -79,7 +79,7 @@ class StepMemory:
     """Bytes of the largest step.
 
     Args:
-        activations: of its tokens.
+        activations: of its tokens, what is kept for them between steps included.
         logits: of the rows that sample; they live beside activations where a step ends.
         scoring: the logits of known tokens that are scored, what log-softmax and ranks make of them, and the
             copy of all hidden states that are read; all beside the logits of the rows that sample.
@@ -109,6 +109,8 @@ def largest_step(runner: ModelRunner, *, tokens: int, sampled: int, scores: bool
         finite_rows(runner.execute(_packed(runner, few, of_them)))
 
     measured = measure_step(step, tokens=tokens, logits_rows=sampled)
+    if runner.program is not None:
+        measured = replace(measured, activations=measured.activations + runner.program.buffer_bytes)
     return replace(measured, scoring=_scoring(runner, tokens, sampled)) if scores else measured
 
 

@@ -8,6 +8,8 @@ whole rows, leaves no border inside a row that another number of rows would put 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from transformers.activations import ACT2CLS
 
@@ -38,12 +40,14 @@ class RowwiseActivation(torch.nn.Module):
         return out.view(x.shape)
 
 
-def activation_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """(parent, attribute, activation) of every activation function that is a module of its own."""
+def activation_modules(
+    modules: Iterable[torch.nn.Module],
+) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """(parent, attribute, activation) of every activation function that is a module, of these parents."""
     known = {entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()}
     return [
         (parent, name, child)
-        for parent in model.modules()
+        for parent in modules
         for name, child in parent.named_children()
         if type(child) in known | {RowwiseActivation} and not isinstance(parent, RowwiseActivation)
     ]
@@ -51,6 +55,6 @@ def activation_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, st
 
 def make_activations_rowwise(model: torch.nn.Module) -> None:
     """Replace every activation module by one that works on slices of rows."""
-    for parent, name, child in activation_modules(model):
+    for parent, name, child in activation_modules(model.modules()):
         if not isinstance(child, RowwiseActivation):
             setattr(parent, name, RowwiseActivation(child))

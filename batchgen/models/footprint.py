@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 
 import torch
 
 
-def weight_bytes(model: torch.nn.Module) -> int:
-    """Of all parameters and buffers, tied ones once."""
-    return sum(size for _, size in _storages(model))
+def weight_bytes(modules: Iterable[torch.nn.Module]) -> int:
+    """Of all parameters and buffers that are the modules' own, tied ones once."""
+    return sum(size for _, size in _storages(modules))
 
 
-def mapped_bytes(model: torch.nn.Module) -> int:
+def mapped_bytes(modules: Iterable[torch.nn.Module]) -> int:
     """Of those that lie in a mapped file, as safetensors does; such pages look free and are not."""
     files = _file_mappings()
     starts = [start for start, _ in files]
@@ -21,12 +22,12 @@ def mapped_bytes(model: torch.nn.Module) -> int:
         i = bisect_right(starts, address) - 1
         return i >= 0 and address < files[i][1]
 
-    return sum(size for address, size in _storages(model) if is_mapped(address))
+    return sum(size for address, size in _storages(modules) if is_mapped(address))
 
 
-def _storages(model: torch.nn.Module) -> set[tuple[int, int]]:
+def _storages(modules: Iterable[torch.nn.Module]) -> set[tuple[int, int]]:
     """(address, bytes) of each tensor once."""
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
     return {(t.data_ptr(), t.nbytes) for t in tensors if t.device.type == "cpu"}
 
 

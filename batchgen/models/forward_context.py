@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -36,6 +36,23 @@ class ForwardContext(Protocol):
 
         Returns:
             `(1, T, num_heads, v_head_size)`.
+        """
+        ...
+
+
+@runtime_checkable
+class DecodingContext(ForwardContext, Protocol):
+    """A forward pass of a model whose layers are one program."""
+
+    def decode(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """All layers and the last norm.
+
+        Args:
+            hidden: `(T, H)`, the embedded tokens.
+            cos, sin: `(T, head_size)`, of their positions.
+
+        Returns:
+            `(T, H)`.
         """
         ...
 

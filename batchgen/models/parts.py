@@ -20,6 +20,13 @@ from batchgen.types import Task, UsageError
 _CHECKED_TOKENS = 3
 
 
+def body_of(model: PreTrainedModel, task: Task) -> Any:
+    """The part of a model that ends with the last norm."""
+    if task in (Task.EMBED, Task.CLASSIFY):
+        return model.base_model
+    return model.get_decoder()  # type: ignore[no-untyped-call]
+
+
 class ModelParts:
     """Runs a model's body once and its head as often as asked.
 
@@ -34,7 +41,7 @@ class ModelParts:
     def __init__(self, model: PreTrainedModel, task: Task) -> None:
         self._model: Any = model
         self._causal = task not in (Task.EMBED, Task.CLASSIFY)
-        self.body: Any = model.get_decoder() if self._causal else model.base_model  # type: ignore[no-untyped-call]
+        self.body = body_of(model, task)
         self._dtype = model.dtype
         self._latest: Any = None
         self._replaying = False

@@ -28,10 +28,6 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
 
 from fake_engine import save_model
-from waiting import wait_until
-
-from batchgen.job.status import read_status
-from batchgen.types import BatchgenError
 
 MODES = ("job", "supervisor", "worker")
 COMPUTED_BEFORE_A_KILL = (0.0, 3.0)
@@ -57,7 +53,6 @@ class Storm:
         folder.mkdir(parents=True, exist_ok=True)
         self.kills: list[str] = json.loads(self.record.read_text()) if self.record.exists() else []
         self.rounds = 0
-        self.done = 0
         self._write_input()
 
     def _write_input(self) -> None:
@@ -119,7 +114,6 @@ class Storm:
             if process.wait() == 0:
                 self.compare(expected)
                 shutil.rmtree(self.folder / "rough")
-                self.done = 0
         assert self.start(job).wait() == 0, job.with_suffix(".log").read_text()
         self.compare(expected)
 
@@ -135,10 +129,11 @@ class Storm:
     def _strike(self, process: subprocess.Popen[bytes]) -> bool:
         """Kill; whether the supervisor is dead now."""
         mode = self.rng.choice(MODES)
-        if mode == "worker":
-            wait_until(lambda: self._can_lose_a_worker(process), process, every=0.1)
         workers = children(process.pid)
         if mode == "worker":
+            while not workers and process.poll() is None:
+                time.sleep(0.02)
+                workers = children(process.pid)
             if not workers:
                 return False
             kill(self.rng.choice(workers))
@@ -153,19 +148,6 @@ class Storm:
             return False
         process.wait()
         return True
-
-    def _can_lose_a_worker(self, process: subprocess.Popen[bytes]) -> bool:
-        """Whether rows were done since it lost one: a run ends when engines die again and again without."""
-        done = self._rows_done()
-        if done <= self.done or not children(process.pid):
-            return False
-        self.done = done
-        return True
-
-    def _rows_done(self) -> int:
-        with contextlib.suppress(BatchgenError):
-            return read_status(self.folder / "rough").rows_done
-        return 0
 
     def compare(self, expected: dict[str, str]) -> None:
         self.rounds += 1

@@ -11,7 +11,7 @@ import torch
 from engine_harness import make_engine, record_logits, reschedule, run, small_pool
 from tiny_models import save_tiny_llama
 
-from batchgen.engine import build
+from batchgen.engine import materials
 from batchgen.promise import PROMISES, STORED, VARIES, promise
 from batchgen.types import SamplingParams, UsageError
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_kept_is_refused_if_it_was_asked_for(
     with pytest.raises(UsageError, match=r"engine\.deterministic: true asks .* engine\.attention: reference"):
         make_engine(folder, attention="reference", deterministic=True)
     assert not make_engine(folder, attention="reference").facts["batch_invariant"]
-    monkeypatch.setattr(build, "find_row_multiple", lambda *_: None)
+    monkeypatch.setattr(materials, "find_row_multiple", lambda *_: None)
     with pytest.raises(UsageError, match=r"engine\.deterministic: true asks"):
         make_engine(folder, deterministic=True)
     (note,) = [note for note in make_engine(folder).notes if "batch-invariant" in note]

@@ -11,6 +11,7 @@ from engine_harness import make_engine
 from tiny_models import save_tiny_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
+from batchgen.models import substitutes
 from batchgen.types import UsageError
 
 DIFFERS = r"in pieces among other rows differs from what transformers computes, by \d"
@@ -22,7 +23,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_positions_that_are_not_those_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a model that counts positions from the start of what it is given."""
+    """As in a model that counts positions from the start of what it is given.
+
+    Where the layers are one program it computes the positions' rotation itself, and cannot err so.
+    """
+    monkeypatch.setattr(substitutes, "read_decoder", lambda body: "they are not to be fused")
     forward = LlamaModel.forward
 
     def counting(self: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, **rest: Any) -> Any:

@@ -71,7 +71,9 @@ def test_the_largest_step_of_an_engine_is_foreseen(tmp_path: Path) -> None:
     scheduled = [ScheduledRequest(r, 0, 25, True, [ids]) for r, ids in zip(requests, blocks, strict=True)]
     with PeakBytes() as watch:
         runner.execute(SchedulerOutput(scheduled, 200, [], []))
-    assert watch.peak <= found.step <= 1.3 * watch.peak
+    assert runner.program is not None
+    needed = watch.peak + runner.program.buffer_bytes
+    assert needed <= found.step <= 1.3 * needed
     with torch.inference_mode(), PeakBytes() as watch:
         for request in requests:
             request.scoring = Scoring(0, (1,) * 25, top_k=3)
@@ -93,9 +95,9 @@ def test_scoring_has_a_line_of_its_own_where_tokens_are_scored(tmp_path: Path) -
 def test_weights_in_a_mapped_file_are_told_from_others(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(64, 64)}, tmp_path / "w.safetensors")
     model = torch.nn.Linear(64, 64, bias=True)
-    assert (weight_bytes(model), mapped_bytes(model)) == (64 * 65 * 4, 0)
+    assert (weight_bytes(model.modules()), mapped_bytes(model.modules())) == (64 * 65 * 4, 0)
     with safe_open(tmp_path / "w.safetensors", "pt") as file:
         model.weight = torch.nn.Parameter(file.get_tensor("weight"))
-    assert (weight_bytes(model), mapped_bytes(model)) == (64 * 65 * 4, 64 * 64 * 4)
+    assert (weight_bytes(model.modules()), mapped_bytes(model.modules())) == (64 * 65 * 4, 64 * 64 * 4)
     model.tied = model.weight  # type: ignore[assignment]
-    assert weight_bytes(model) == 64 * 65 * 4
+    assert weight_bytes(model.modules()) == 64 * 65 * 4

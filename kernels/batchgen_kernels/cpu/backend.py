@@ -20,8 +20,8 @@ from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.cpu import kernel
 from batchgen_kernels.cpu.kernel import AttendArgument, WriteArgument
 from batchgen_kernels.cpu.plan import Int64, Plan, make_plan
+from batchgen_kernels.cpu.program import Code, Program, compiled
 from batchgen_kernels.cpu.simd import LANES
-from batchgen_kernels.cpu.threads import run_on_caller, team
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.spec import AttentionSpec
 
@@ -83,7 +83,7 @@ class CpuBackend:
         if refusal is not None:
             raise ValueError(refusal)
         # Compiling takes seconds the first time: while the engine is loaded, not in its first step.
-        kernel.compiled(kv_dtype)
+        compiled(kv_dtype)
         *scales, key, value = common.divide_pages(pages, _parts(spec, block_size, kv_dtype))
         return KVCache(key, value, block_size, *scales)
 
@@ -98,7 +98,6 @@ class CpuBackend:
             raise ValueError(f"values of width {value.shape[2]} do not fit a cache of padded width {width}")
         chunks = -(-rows // _ROWS_PER_WRITE)
         argument = WriteArgument(
-            num_chunks=chunks,
             rows_per_chunk=_ROWS_PER_WRITE,
             num_rows=rows,
             slots=step.slots.ctypes.data,
@@ -114,9 +113,9 @@ class CpuBackend:
             value_token_stride=value.stride(0) * given.itemsize,
             value_head_stride=value.stride(1) * given.itemsize,
         )
-        _point_to(argument, kv)
-        function = kernel.compiled(kv.dtype).write.address
-        _run(function, argument, torch.get_num_threads() if key.numel() > _SERIAL_FLOATS else 1)
+        point_to(argument, kv)
+        threads = torch.get_num_threads() if key.numel() > _SERIAL_FLOATS else 1
+        Program.of_one(Code.WRITE, chunks, argument, kv.dtype).run(threads)
 
     def attend(
         self,
@@ -129,24 +128,40 @@ class CpuBackend:
         common.check_sinks(spec, sinks)
         dtype = query.dtype
         query = _rows("query", query, (meta.num_rows, spec.num_heads, spec.head_size), torch.float32)
-        threads = torch.get_num_threads()
-        layer = self._layer_plan(self._step(kv, meta), meta, spec, threads)
-        if self._scratch.size < threads * layer.scratch_floats:
-            self._scratch = np.empty(threads * layer.scratch_floats, dtype=np.float32)
+        argument, plan = self.argument(kv, meta, spec)
         out = torch.empty(meta.num_rows, spec.num_heads, spec.v_head_size)
         if meta.num_tokens < meta.num_rows:
             out[meta.num_tokens :] = 0
         sinks = None if sinks is None else sinks.float().contiguous()
-        argument = AttendArgument.from_buffer_copy(layer.template)
         argument.query = query.data_ptr()
         argument.query_token_stride, argument.query_head_stride, _ = query.stride()
-        _point_to(argument, kv)
+        point_to(argument, kv)
         argument.sinks = 0 if sinks is None else sinks.data_ptr()
         argument.out = out.data_ptr()
-        argument.scratch = self._scratch.ctypes.data
-        function = kernel.compiled(kv.dtype).attend.address
-        _run(function, argument, threads if layer.plan.cost > _SERIAL_COST else 1)
+        argument.scratch = self.scratch
+        threads = torch.get_num_threads() if plan.cost > _SERIAL_COST else 1
+        Program.of_one(Code.ATTEND, len(plan.chunks), argument, kv.dtype).run(threads)
         return out.to(dtype)
+
+    def argument(
+        self, kv: KVCache, meta: AttentionMetadata, spec: AttentionSpec
+    ) -> tuple[AttendArgument, Plan]:
+        """What a layer attends to in this step, without queries, cache, scratch and result; and its plan."""
+        threads = torch.get_num_threads()
+        layer = self._layer_plan(self._step(kv, meta), meta, spec, threads)
+        if self._scratch.size < threads * layer.scratch_floats:
+            self._scratch = np.empty(threads * layer.scratch_floats, dtype=np.float32)
+        argument = AttendArgument.from_buffer_copy(layer.template)
+        return argument, layer.plan
+
+    @property
+    def scratch(self) -> int:
+        """Address of what threads work in, enough for every argument until now."""
+        return self._scratch.ctypes.data
+
+    def slots(self, kv: KVCache, meta: AttentionMetadata) -> int:
+        """Address of the int64 slot of each row of the step, checked against the cache."""
+        return self._step(kv, meta).slots.ctypes.data
 
     def _step(self, kv: KVCache, meta: AttentionMetadata) -> _Step:
         step = self._steps.get(meta)
@@ -185,7 +200,7 @@ def _parts(spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> list[
     ]
 
 
-def _point_to(argument: AttendArgument | WriteArgument, kv: KVCache) -> None:
+def point_to(argument: AttendArgument | WriteArgument, kv: KVCache) -> None:
     """Tell the kernel where the cache lies."""
     argument.key, argument.value = kv.key.data_ptr(), kv.value.data_ptr()
     argument.page = kv.key.stride(0) * kv.dtype.itemsize
@@ -199,7 +214,6 @@ def _make_layer_plan(plan: Plan, spec: AttentionSpec, block_size: int) -> _Layer
     width = _padded(spec.v_head_size)
     scratch = kernel.scratch_floats(plan.largest_unit, spec.head_size, width)
     template = AttendArgument(
-        num_chunks=len(plan.chunks),
         chunks=plan.chunks.ctypes.data,
         units=plan.units.ctypes.data,
         table=plan.table.ctypes.data,
@@ -235,7 +249,3 @@ def _rows(
         raise ValueError(f"the cpu attention backend takes a float {name} of shape {shape}, not {got}")
     tensor = tensor.to(wanted)
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
-
-
-def _run(function: int, argument: AttendArgument | WriteArgument, threads: int) -> None:
-    (team() if threads > 1 else run_on_caller)(function, argument, threads)

@@ -1,10 +1,7 @@
-"""The compiled entry points of the CPU backend: attention and cache writes, one call a layer and step.
+"""Attention and cache writes, as the chunks of work of two operations of a program (see `program.py`).
 
-Both take the address of a structure of int64 (`AttendArgument`, `WriteArgument`), so that they have the type
-`void (*)(void *)` which OpenMP runs on every thread of its team. Threads claim chunks of work by an atomic
-counter; which thread takes which chunk has no influence on any result.
-Compiled for what keys and values are stored as when that is first used on a machine, loaded from the cache
-afterwards.
+Each is given a structure of int64 (`AttendArgument`, `WriteArgument`) that says where everything is. Compiled
+for what keys and values are stored as when that is first used on a machine, loaded from the cache afterwards.
 
 Cache layout of one layer, a block of 16 positions, head_size D and value width W (v_head_size rounded up
 to a multiple of 16); int8 has a float32 scale [block][kv head][position] beside each:
@@ -30,22 +27,19 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from numba import carray, cfunc, float32, int8, int16, int32, int64, njit, types, uint16
+from numba import carray, float32, int8, int16, int32, int64, njit, uint16
 from numba.extending import overload
 
-from batchgen_kernels.cpu.cache import numba_cache
+from batchgen_kernels.cpu.intrinsics import as_pointer
 from batchgen_kernels.cpu.simd import (
     LANES,
     MAX_ROWS,
     TILE,
     VECTORS,
     accumulate,
-    as_pointer,
-    fetch_add,
     scores,
     softmax,
 )
@@ -64,82 +58,74 @@ class Attend(enum.IntEnum):
     PAGE is the number of bytes from one block of the cache to the next, ITEM_SIZE of a stored element.
     """
 
-    THREADS_STARTED = 0
-    CHUNKS_CLAIMED = 1
-    NUM_CHUNKS = 2
-    CHUNKS = 3
-    UNITS = 4
-    STARTS = 5
-    LENS = 6
-    TABLE = 7
-    TABLE_WIDTH = 8
-    BLOCK_SIZE = 9
-    WINDOW = 10
-    NUM_KV_HEADS = 11
-    GROUP = 12
-    HEAD_SIZE = 13
-    V_HEAD_SIZE = 14
-    V_WIDTH = 15
-    QUERY = 16
-    QUERY_TOKEN_STRIDE = 17
-    QUERY_HEAD_STRIDE = 18
-    KEY = 19
-    VALUE = 20
-    FACTORS = 21
-    SINKS = 22
-    OUT = 23
-    SCRATCH = 24
-    SCRATCH_STRIDE = 25
-    PAGE = 26
-    ITEM_SIZE = 27
-    KEY_SCALE = 28
-    VALUE_SCALE = 29
+    CHUNKS = 0
+    UNITS = 1
+    STARTS = 2
+    LENS = 3
+    TABLE = 4
+    TABLE_WIDTH = 5
+    BLOCK_SIZE = 6
+    WINDOW = 7
+    NUM_KV_HEADS = 8
+    GROUP = 9
+    HEAD_SIZE = 10
+    V_HEAD_SIZE = 11
+    V_WIDTH = 12
+    QUERY = 13
+    QUERY_TOKEN_STRIDE = 14
+    QUERY_HEAD_STRIDE = 15
+    KEY = 16
+    VALUE = 17
+    FACTORS = 18
+    SINKS = 19
+    OUT = 20
+    SCRATCH = 21
+    SCRATCH_STRIDE = 22
+    PAGE = 23
+    ITEM_SIZE = 24
+    KEY_SCALE = 25
+    VALUE_SCALE = 26
 
 
 class Write(enum.IntEnum):
     """Where the fields of `WriteArgument` are: addresses, counts, and strides in bytes."""
 
-    THREADS_STARTED = 0
-    CHUNKS_CLAIMED = 1
-    NUM_CHUNKS = 2
-    ROWS_PER_CHUNK = 3
-    NUM_ROWS = 4
-    SLOTS = 5
-    BLOCK_SIZE = 6
-    NUM_KV_HEADS = 7
-    HEAD_SIZE = 8
-    V_HEAD_SIZE = 9
-    V_WIDTH = 10
-    KEY_IN = 11
-    KEY_TOKEN_STRIDE = 12
-    KEY_HEAD_STRIDE = 13
-    VALUE_IN = 14
-    VALUE_TOKEN_STRIDE = 15
-    VALUE_HEAD_STRIDE = 16
-    KEY = 17
-    VALUE = 18
-    PAGE = 19
-    ITEM_SIZE = 20
-    KEY_SCALE = 21
-    VALUE_SCALE = 22
+    ROWS_PER_CHUNK = 0
+    NUM_ROWS = 1
+    SLOTS = 2
+    BLOCK_SIZE = 3
+    NUM_KV_HEADS = 4
+    HEAD_SIZE = 5
+    V_HEAD_SIZE = 6
+    V_WIDTH = 7
+    KEY_IN = 8
+    KEY_TOKEN_STRIDE = 9
+    KEY_HEAD_STRIDE = 10
+    VALUE_IN = 11
+    VALUE_TOKEN_STRIDE = 12
+    VALUE_HEAD_STRIDE = 13
+    KEY = 14
+    VALUE = 15
+    PAGE = 16
+    ITEM_SIZE = 17
+    KEY_SCALE = 18
+    VALUE_SCALE = 19
 
 
 class AttendArgument(ctypes.Structure):
-    """What `attend` reads; the counters start at 0."""
+    """What `attend_chunk` reads."""
 
     _fields_ = tuple((name.lower(), ctypes.c_int64) for name in Attend.__members__)
 
 
 class WriteArgument(ctypes.Structure):
-    """What `write` reads; the counters start at 0."""
+    """What `write_chunk` reads."""
 
     _fields_ = tuple((name.lower(), ctypes.c_int64) for name in Write.__members__)
 
 
 _ADDRESS_TABLES = 4
 _KEYS, _VALUES, _KEY_SCALES, _VALUE_SCALES = range(_ADDRESS_TABLES)
-_ATTEND_FIELDS = len(Attend)
-_WRITE_FIELDS = len(Write)
 
 
 def scratch_floats(rows: int, head_size: int, v_width: int) -> int:
@@ -369,24 +355,18 @@ def _divide_scratch(a: Any, start: Any, rows: Any) -> Any:
 
 
 @njit(error_model="numpy")
-def _attend(a: Any, storage: Any) -> None:
-    counters = a.ctypes.data
-    slot = fetch_add(counters + 8 * Attend.THREADS_STARTED, 1)
-    own = a[Attend.SCRATCH] + 4 * slot * a[Attend.SCRATCH_STRIDE]
+def attend_chunk(a: Any, chunk: Any, own: Any, storage: Any) -> None:
+    """Chunk number `chunk` of the plan, with a thread's `own` scratch memory."""
     tables = carray(as_pointer(own), (_ADDRESS_TABLES, 2 * VECTORS), int64)
-    while True:
-        chunk = fetch_add(counters + 8 * Attend.CHUNKS_CLAIMED, 1)
-        if chunk >= a[Attend.NUM_CHUNKS]:
-            return
-        head, unit, end = carray(as_pointer(a[Attend.CHUNKS] + 24 * chunk), 3, int64)
-        _locate(a, head, unit, _first_tile(a, unit), tables, VECTORS)
-        while unit < end:
-            _, first, tokens, _ = _unit(a, unit)
-            scratch = _divide_scratch(a, own + 8 * tables.size, tokens * a[Attend.GROUP])
-            _start_unit(a, head, first, tokens, scratch)
-            _attend_tiles(a, head, unit, end, tables, scratch, storage)
-            _finish_unit(a, head, first, tokens, scratch)
-            unit += 1
+    head, unit, end = carray(as_pointer(a[Attend.CHUNKS] + 24 * chunk), 3, int64)
+    _locate(a, head, unit, _first_tile(a, unit), tables, VECTORS)
+    while unit < end:
+        _, first, tokens, _ = _unit(a, unit)
+        scratch = _divide_scratch(a, own + 8 * tables.size, tokens * a[Attend.GROUP])
+        _start_unit(a, head, first, tokens, scratch)
+        _attend_tiles(a, head, unit, end, tables, scratch, storage)
+        _finish_unit(a, head, first, tokens, scratch)
+        unit += 1
 
 
 def _put(source: Any, target: Any, stride: Any, scale: Any) -> None:
@@ -435,7 +415,7 @@ def _put_int8(source: Any, target: Any, stride: Any, scale: Any) -> None:
 
 
 @njit(error_model="numpy")
-def _write_row(a: Any, row: Any, slot: Any, source_type: Any, storage: Any) -> None:
+def write_row(a: Any, row: Any, slot: Any, source_type: Any, storage: Any) -> None:
     size, heads, item, page = a[Write.BLOCK_SIZE], a[Write.NUM_KV_HEADS], a[Write.ITEM_SIZE], a[Write.PAGE]
     head_size, v_head_size, width = a[Write.HEAD_SIZE], a[Write.V_HEAD_SIZE], a[Write.V_WIDTH]
     block, offset = page * (slot // size), slot % size
@@ -460,47 +440,14 @@ def _write_row(a: Any, row: Any, slot: Any, source_type: Any, storage: Any) -> N
 
 
 @njit(error_model="numpy")
-def _write(a: Any, source_type: Any, storage: Any) -> None:
+def write_chunk(a: Any, chunk: Any, source_type: Any, storage: Any) -> None:
+    """Chunk number `chunk` of the rows of a write."""
     slots = carray(as_pointer(a[Write.SLOTS]), a[Write.NUM_ROWS], int64)
-    while True:
-        chunk = fetch_add(a.ctypes.data + 8 * Write.CHUNKS_CLAIMED, 1)
-        if chunk >= a[Write.NUM_CHUNKS]:
-            return
-        start = chunk * a[Write.ROWS_PER_CHUNK]
-        for row in range(start, min(start + a[Write.ROWS_PER_CHUNK], a[Write.NUM_ROWS])):
-            if slots[row] >= 0:
-                _write_row(a, row, slots[row], source_type, storage)
+    start = chunk * a[Write.ROWS_PER_CHUNK]
+    for row in range(start, min(start + a[Write.ROWS_PER_CHUNK], a[Write.NUM_ROWS])):
+        if slots[row] >= 0:
+            write_row(a, row, slots[row], source_type, storage)
 
 
 STORAGE = {torch.float32: float32, torch.int8: int8, torch.float16: int16, torch.bfloat16: uint16}
 """The types of `simd.py`, by what keys and values are stored as."""
-
-
-class Compiled(NamedTuple):
-    """Compiled functions, each with an `address` and run by every thread of a team.
-
-    Args:
-        attend: see `Attend` for what it is given.
-        write: see `Write`.
-    """
-
-    attend: Any
-    write: Any
-
-
-@cache
-def compiled(kv_dtype: torch.dtype) -> Compiled:
-    """What handles keys and values stored as `kv_dtype`; `write` takes float32 for int8, else that dtype."""
-    storage = STORAGE[kv_dtype]
-    source_type = float32 if storage is int8 else storage
-    with numba_cache() as cached:
-
-        @cfunc(types.void(types.voidptr), cache=cached)
-        def attend(address: Any) -> None:
-            _attend(carray(address, _ATTEND_FIELDS, int64), storage)
-
-        @cfunc(types.void(types.voidptr), cache=cached)
-        def write(address: Any) -> None:
-            _write(carray(address, _WRITE_FIELDS, int64), source_type, storage)
-
-    return Compiled(attend, write)

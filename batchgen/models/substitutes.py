@@ -1,0 +1,150 @@
+"""Put our own products and layers in the place of a model's, for float32 on the processor.
+
+Linear layers become products with packed weights; the layers of a decoder that is built like Llama's become
+one program. Which modules are what is read from their structure and tried on numbers, not from a list of
+models. Until `settle` the model can still compute as transformers defined it, so that both can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.pytorch_utils import Conv1D
+
+from batchgen.models.decoder import FusedDecoder, read_decoder
+from batchgen.models.forward_context import DecodingContext, current_context
+from batchgen_kernels.cpu.linear import Linear, pack
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear layer with packed weights.
+
+    Args:
+        original: whose results these are, but for rounding.
+    """
+
+    def __init__(self, original: torch.nn.Module) -> None:
+        super().__init__()
+        weight: Any = original.weight
+        weights = pack(weight.T if isinstance(original, Conv1D) else weight, original.bias)  # type: ignore[arg-type]
+        self.original: torch.nn.Module | None = original
+        self.suspended = False
+        self.register_buffer("panels", weights.panels, persistent=False)
+        self.register_buffer("bias", weights.bias, persistent=False)
+        self._product = Linear(weights)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(..., in_features)` to `(..., out_features)`."""
+        if self.suspended and self.original is not None:
+            result: torch.Tensor = self.original(x)
+            return result
+        return self._product(x)
+
+
+class FusedBody:
+    """In the place of `forward` of a model's body: all its layers as one program of the step's context."""
+
+    def __init__(self, body: Any, decoder: FusedDecoder) -> None:
+        self._body = body
+        self._original = body.forward
+        self.decoder = decoder
+        self.suspended = False
+
+    def __call__(self, input_ids: Any = None, position_ids: Any = None, **options: Any) -> Any:
+        if self.suspended or not isinstance(context := current_context(), DecodingContext):
+            return self._original(input_ids=input_ids, position_ids=position_ids, **options)
+        embedded = self._body.embed_tokens(input_ids)
+        cos, sin = self._body.rotary_emb(embedded, position_ids)
+        hidden = context.decode(embedded[0], cos[0], sin[0])
+        return BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
+
+    def forget(self) -> None:
+        """Never compute as transformers defined it again."""
+        self._original = None
+
+
+class Substitutes:
+    """What was put into a model, and the way back.
+
+    Args:
+        model: in float32 on the processor; it is changed.
+        body: the part of it whose layers attend.
+        fuse: whether a decoder may become a program.
+    """
+
+    def __init__(self, model: PreTrainedModel, body: Any, *, fuse: bool) -> None:
+        self._model = model
+        self._body = body
+        found = read_decoder(body) if fuse else "its keys and values are stored in 16 bits"
+        self.decoder = found if isinstance(found, FusedDecoder) else None
+        self.reason = None if isinstance(found, FusedDecoder) else found
+        """Why the layers are not one program."""
+        self._fused = FusedBody(body, self.decoder) if self.decoder else None
+        if self._fused:
+            body.forward = self._fused
+            body.add_module("fused", self.decoder)
+        self._linears: list[PackedLinear] = []
+        self._pack_linears()
+
+    def _pack_linears(self) -> None:
+        for parent in self.remaining():
+            for name, child in list(parent.named_children()):
+                if type(child) in (torch.nn.Linear, Conv1D) and child.weight.dtype == torch.float32:
+                    packed = PackedLinear(child)
+                    setattr(parent, name, packed)
+                    self._linears.append(packed)
+
+    @property
+    def description(self) -> str:
+        """How the layers are computed, for a person."""
+        if self.decoder:
+            return "one program of our own products"
+        return f"transformers' own with {len(self._linears)} products of ours, as {self.reason}"
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let the model compute as transformers defined it."""
+        self._suspend(True)
+        try:
+            yield
+        finally:
+            self._suspend(False)
+
+    def _suspend(self, value: bool) -> None:
+        for linear in self._linears:
+            linear.suspended = value
+        if self._fused:
+            self._fused.suspended = value
+
+    def unfuse(self, reason: str) -> None:
+        """Give the layers back; their linear layers are packed each by itself."""
+        assert self._fused is not None
+        del self._body.forward
+        del self._body.fused
+        self._fused = self.decoder = None
+        self.reason = reason
+        self._pack_linears()
+
+    def settle(self) -> None:
+        """Give back the memory of what is not used any more; there is no way back then."""
+        for linear in self._linears:
+            linear.original = None
+        if self._fused:
+            self._body.layers = torch.nn.ModuleList()
+            self._fused.forget()
+
+    def kept(self) -> list[torch.nn.Module]:
+        """Modules that are there when all is settled."""
+        return [*self.remaining(), *self._linears]
+
+    def remaining(self) -> list[torch.nn.Module]:
+        """Modules that compute as transformers defined them."""
+        ours = set(self._body.layers.modules()) if self._fused else set()
+        for linear in self._linears:
+            ours |= set(linear.modules())
+        return [module for module in self._model.modules() if module not in ours]

@@ -1,0 +1,343 @@
+"""The layers of a decoder as one program: norm, product, rotation, attention, product, norm, two products.
+
+For models whose layers compute
+
+    h = h + output(attend(rotate(qkv(norm(h)))))
+    h = h + down(activation(gate(norm(h))) * up(norm(h)))
+
+as Llama, Mistral, Qwen and many others do. All activations of a step lie in buffers that are kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchgen_kernels.backend import KVCache
+from batchgen_kernels.cpu.backend import CpuBackend, point_to
+from batchgen_kernels.cpu.kernel import Attend, AttendArgument, Write, WriteArgument
+from batchgen_kernels.cpu.linear import PackedWeights, cut, describe
+from batchgen_kernels.cpu.matmul import ALIGNMENT, Matmul
+from batchgen_kernels.cpu.program import ARGUMENT, CHUNKS, CODE, FIELDS, Code, Program
+from batchgen_kernels.cpu.rows import Norm, Rotate
+from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.spec import AttentionSpec
+
+_ROWS_PER_CHUNK = 16
+"""Of norms and rotations."""
+_FLOAT = 4
+_OF_LAYER = [
+    Attend.QUERY_HEAD_STRIDE,
+    Attend.SINKS,
+    Attend.KEY,
+    Attend.VALUE,
+    Attend.KEY_SCALE,
+    Attend.VALUE_SCALE,
+    Attend.PAGE,
+    Attend.ITEM_SIZE,
+]
+"""What is the same for a layer in all steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """x / sqrt(mean(x**2) + epsilon) * weight, `(width,)` float32."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer; products as `PackedWeights` says.
+
+    Args:
+        attention_norm: before `qkv`.
+        qkv: to queries, keys and values, side by side.
+        query_norm, key_norm: of each head, or None.
+        rotates: whether queries and keys turn with their positions.
+        output: of attention, added to the hidden states.
+        mlp_norm: before `gate_up`.
+        gate_up: a gated unit.
+        down: of the gated unit, added to the hidden states.
+    """
+
+    attention_norm: NormWeights
+    qkv: PackedWeights
+    query_norm: NormWeights | None
+    key_norm: NormWeights | None
+    rotates: bool
+    output: PackedWeights
+    mlp_norm: NormWeights
+    gate_up: PackedWeights
+    down: PackedWeights
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All layers of a decoder and its last norm."""
+
+    layers: Sequence[LayerWeights]
+    norm: NormWeights
+    hidden_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """What a layer attends to: its cache, and the number of the metadata of a step that tells where."""
+
+    spec: AttentionSpec
+    cache: KVCache
+    group: int
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """Activations of at most `rows` rows."""
+
+    rows: int
+    hidden: torch.Tensor
+    normed: torch.Tensor
+    qkv: torch.Tensor
+    attended: torch.Tensor
+    gated: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Operations:
+    """Numbers of the operations of each kind in the program, one a layer, and the last norm's."""
+
+    attention_norm: list[int] = field(default_factory=list)
+    qkv: list[int] = field(default_factory=list)
+    rotate: list[int] = field(default_factory=list)
+    rotate_by_position: list[int] = field(default_factory=list)
+    attend: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+    mlp_norm: list[int] = field(default_factory=list)
+    gate_up: list[int] = field(default_factory=list)
+    down: list[int] = field(default_factory=list)
+    last_norm: list[int] = field(default_factory=list)
+
+
+class DecoderProgram:
+    """Runs a decoder's layers over a packed step; one caller at a time.
+
+    Args:
+        weights: of the layers.
+        layers: what each attends to.
+        backend: of attention, whose scratch memory is shared.
+        max_rows: of a step for which memory is kept from the start.
+    """
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        layers: Sequence[DecoderLayer],
+        backend: CpuBackend,
+        max_rows: int = 0,
+    ) -> None:
+        self._weights = weights
+        self._layers = layers
+        self._backend = backend
+        self._numbers = _Operations()
+        self._fields = np.zeros((8 * len(layers) + 1, FIELDS), dtype=np.int64)
+        self._attend = np.zeros((len(layers), len(Attend)), dtype=np.int64)
+        self._write = np.zeros((len(layers), len(Write)), dtype=np.int64)
+        self._program = Program(self._fields, layers[0].cache.dtype)
+        self._epsilons = np.zeros(len(self._fields) + len(layers), dtype=np.float64)
+        self._of_layer = np.zeros((len(layers), len(_OF_LAYER)), dtype=np.int64)
+        self._kinds: dict[tuple[AttentionSpec, int], list[int]] = {}
+        self._describe()
+        self._buffers = self._allocate(max_rows)
+        self._cut: tuple[int, int] = (0, 0)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that is kept for the activations of a step."""
+        kept = self._buffers
+        return sum(t.nbytes for t in (kept.hidden, kept.normed, kept.qkv, kept.attended, kept.gated))
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        metadata: Sequence[AttentionMetadata],
+    ) -> torch.Tensor:
+        """Write keys and values of the step's tokens and compute all layers.
+
+        Args:
+            hidden: `(T, H)` float32, the embedded tokens.
+            cos, sin: `(T, head_size)` float32.
+            metadata: of each group of layers.
+
+        Returns:
+            `(T, H)` float32, after the last norm.
+        """
+        rows, threads = len(hidden), torch.get_num_threads()
+        if rows > self._buffers.rows:
+            self._buffers = self._allocate(rows)
+        self._buffers.hidden[:rows, : self._weights.hidden_size] = hidden
+        out = torch.empty(rows, self._buffers.normed.shape[1])
+        cos, sin = cos.float().contiguous(), sin.float().contiguous()
+        self._share_out(rows, threads)
+        self._attend_to(metadata)
+        fields, at = self._fields, self._numbers
+        fields[at.rotate_by_position, Rotate.COS] = cos.data_ptr()
+        fields[at.rotate_by_position, Rotate.SIN] = sin.data_ptr()
+        fields[at.last_norm, Norm.OUT] = out.data_ptr()
+        self._program.run(threads)
+        return out[:, : self._weights.hidden_size]
+
+    def _describe(self) -> None:
+        """Everything that is the same in all steps."""
+        number = 0
+        for i, (layer, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
+            at = self._numbers
+            self._describe_norm(at.attention_norm, number, weights.attention_norm)
+            self._describe_product(at.qkv, number + 1, weights.qkv)
+            self._describe_rotation(number + 2, i, layer, weights)
+            self._describe_attention(number + 3, i, layer)
+            self._describe_product(at.output, number + 4, weights.output)
+            self._describe_norm(at.mlp_norm, number + 5, weights.mlp_norm)
+            self._describe_product(at.gate_up, number + 6, weights.gate_up)
+            self._describe_product(at.down, number + 7, weights.down)
+            number += 8
+        self._describe_norm(self._numbers.last_norm, number, self._weights.norm)
+
+    def _describe_norm(self, numbers: list[int], number: int, norm: NormWeights) -> None:
+        numbers.append(number)
+        operation = self._fields[number]
+        operation[CODE] = Code.NORM
+        operation[Norm.WEIGHT] = norm.weight.data_ptr()
+        operation[Norm.WIDTH] = len(norm.weight)
+        operation[Norm.EPSILON] = self._epsilon(number, norm.epsilon)
+        operation[Norm.ROWS_PER_CHUNK] = _ROWS_PER_CHUNK
+
+    def _epsilon(self, place: int, value: float) -> int:
+        self._epsilons[place] = value
+        return self._epsilons[place:].ctypes.data
+
+    def _describe_product(self, numbers: list[int], number: int, weights: PackedWeights) -> None:
+        numbers.append(number)
+        describe(self._fields[number], weights)
+
+    def _describe_rotation(self, number: int, i: int, layer: DecoderLayer, weights: LayerWeights) -> None:
+        self._numbers.rotate.append(number)
+        if weights.rotates:
+            self._numbers.rotate_by_position.append(number)
+        spec, operation = layer.spec, self._fields[number]
+        operation[CODE] = Code.ROTATE
+        operation[Rotate.NUM_HEADS], operation[Rotate.NUM_KV_HEADS] = spec.num_heads, spec.num_kv_heads
+        operation[Rotate.HEAD_SIZE] = spec.head_size
+        if weights.query_norm is not None and weights.key_norm is not None:
+            operation[Rotate.QUERY_NORM] = weights.query_norm.weight.data_ptr()
+            operation[Rotate.KEY_NORM] = weights.key_norm.weight.data_ptr()
+            operation[Rotate.EPSILON] = self._epsilon(len(self._fields) + i, weights.query_norm.epsilon)
+        operation[Rotate.WRITE] = self._write[i].ctypes.data
+        operation[Rotate.ROWS_PER_CHUNK] = _ROWS_PER_CHUNK
+        argument = WriteArgument(
+            block_size=layer.cache.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            v_head_size=spec.v_head_size,
+            v_width=layer.cache.value.shape[3],
+            key_token_stride=weights.qkv.out_stride * _FLOAT,
+            key_head_stride=spec.head_size * _FLOAT,
+            value_token_stride=weights.qkv.out_stride * _FLOAT,
+            value_head_stride=spec.v_head_size * _FLOAT,
+        )
+        point_to(argument, layer.cache)
+        self._write[i] = _numbers(argument)
+
+    def _describe_attention(self, number: int, i: int, layer: DecoderLayer) -> None:
+        self._numbers.attend.append(number)
+        self._fields[number, CODE] = Code.ATTEND
+        self._fields[number, ARGUMENT] = self._attend[i].ctypes.data
+        self._kinds.setdefault((layer.spec, layer.group), []).append(i)
+        argument = AttendArgument(
+            query_head_stride=layer.spec.head_size,
+            sinks=0 if layer.sinks is None else layer.sinks.data_ptr(),
+        )
+        point_to(argument, layer.cache)
+        self._of_layer[i] = _numbers(argument)[_OF_LAYER]
+
+    def _allocate(self, rows: int) -> _Buffers:
+        layer, attention = self._weights.layers[0], self._layers[0].spec
+        aligned = -(-self._weights.hidden_size // ALIGNMENT) * ALIGNMENT
+        buffers = _Buffers(
+            rows,
+            torch.zeros(rows, aligned),
+            torch.zeros(rows, aligned),
+            torch.zeros(rows, layer.qkv.out_stride),
+            torch.zeros(rows, attention.num_heads * attention.v_head_size),
+            torch.zeros(rows, layer.gate_up.out_stride),
+        )
+        fields, at = self._fields, self._numbers
+        for norms in (at.attention_norm, at.mlp_norm, at.last_norm):
+            fields[norms, Norm.X], fields[norms, Norm.X_STRIDE] = _place(buffers.hidden)
+            fields[norms, Norm.OUT], fields[norms, Norm.OUT_STRIDE] = _place(buffers.normed)
+        for products, source, target in (
+            (at.qkv, buffers.normed, buffers.qkv),
+            (at.output, buffers.attended, buffers.hidden),
+            (at.gate_up, buffers.normed, buffers.gated),
+            (at.down, buffers.gated, buffers.hidden),
+        ):
+            fields[products, Matmul.X], fields[products, Matmul.X_STRIDE] = _place(source)
+            fields[products, Matmul.OUT], fields[products, Matmul.OUT_STRIDE] = _place(target)
+        fields[at.rotate, Rotate.X], fields[at.rotate, Rotate.X_STRIDE] = _place(buffers.qkv)
+        keys = buffers.qkv.data_ptr() + _FLOAT * attention.num_heads * attention.head_size
+        self._write[:, Write.KEY_IN] = keys
+        self._write[:, Write.VALUE_IN] = keys + _FLOAT * attention.num_kv_heads * attention.head_size
+        return buffers
+
+    def _share_out(self, rows: int, threads: int) -> None:
+        """Cut every operation but attention into chunks."""
+        if self._cut == (rows, threads):
+            return
+        fields, at, first = self._fields, self._numbers, self._weights.layers[0]
+        for products, weights in (
+            (at.qkv, first.qkv),
+            (at.output, first.output),
+            (at.gate_up, first.gate_up),
+            (at.down, first.down),
+        ):
+            panels, per_chunk, chunks = cut(weights, rows, threads)
+            fields[products, Matmul.NUM_ROWS], fields[products, CHUNKS] = rows, chunks
+            fields[products, Matmul.PANELS_PER_CHUNK] = panels
+            fields[products, Matmul.ROWS_PER_CHUNK] = per_chunk
+        chunks = -(-rows // _ROWS_PER_CHUNK)
+        for norms in (at.attention_norm, at.mlp_norm, at.last_norm):
+            fields[norms, Norm.NUM_ROWS], fields[norms, CHUNKS] = rows, chunks
+        fields[at.rotate, Rotate.NUM_ROWS], fields[at.rotate, CHUNKS] = rows, chunks
+        self._write[:, Write.NUM_ROWS] = rows
+        self._cut = rows, threads
+
+    def _attend_to(self, metadata: Sequence[AttentionMetadata]) -> None:
+        """Where this step's tokens are written and what they see."""
+        for (spec, group), numbers in self._kinds.items():
+            cache = self._layers[numbers[0]].cache
+            argument, plan = self._backend.argument(cache, metadata[group], spec)
+            self._attend[numbers] = _numbers(argument)
+            self._write[numbers, Write.SLOTS] = self._backend.slots(cache, metadata[group])
+            self._fields[[self._numbers.attend[i] for i in numbers], CHUNKS] = len(plan.chunks)
+        self._attend[:, _OF_LAYER] = self._of_layer
+        self._attend[:, Attend.SCRATCH] = self._backend.scratch
+        self._attend[:, Attend.QUERY] = self._buffers.qkv.data_ptr()
+        self._attend[:, Attend.QUERY_TOKEN_STRIDE] = self._buffers.qkv.shape[1]
+        self._attend[:, Attend.OUT] = self._buffers.attended.data_ptr()
+
+
+def _numbers(argument: ctypes.Structure) -> npt.NDArray[np.int64]:
+    return np.frombuffer(bytes(argument), dtype=np.int64)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address, and floats between rows."""
+    return tensor.data_ptr(), tensor.stride(0)

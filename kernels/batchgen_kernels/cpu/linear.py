@@ -1,0 +1,133 @@
+"""Weights packed for `matmul.py`, and products with them one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from batchgen_kernels.cpu.matmul import ALIGNMENT, PANEL, ROWS, Epilogue, Matmul
+from batchgen_kernels.cpu.program import CHUNKS, CODE, FIELDS, Code, Program
+
+_CHUNKS_PER_THREAD = 8
+"""Enough that threads end together though some are interrupted."""
+_LEAST_WORK = 1 << 15
+"""Multiply-adds below which handing a chunk to another thread costs more than it saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """Weights of one product, or of two whose results are combined.
+
+    Args:
+        panels: `(P, in_features, PANEL)` float32.
+        bias: `(P * PANEL,)` float32, or None.
+        out_features: of the result.
+        epilogue: what becomes of the sums.
+    """
+
+    panels: torch.Tensor
+    bias: torch.Tensor | None
+    out_features: int
+    epilogue: Epilogue = Epilogue.STORE
+
+    @property
+    def in_features(self) -> int:
+        """Of the input."""
+        return int(self.panels.shape[1])
+
+    @property
+    def out_stride(self) -> int:
+        """Floats between two rows of the result."""
+        return round_up(self.out_features, ALIGNMENT)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeights:
+    """Pack `(out_features, in_features)` float32 weights; the bias is `(out_features,)`."""
+    out_features = int(weight.shape[0])
+    padding = round_up(out_features, ALIGNMENT) - out_features
+    padded = F.pad(weight, (0, 0, 0, padding))
+    return PackedWeights(
+        _panels(padded), None if bias is None else F.pad(bias, (0, padding)).contiguous(), out_features
+    )
+
+
+def pack_gated(gate: torch.Tensor, up: torch.Tensor, activation: Epilogue) -> PackedWeights:
+    """Pack two weights of a gated unit: the product gives activation(x @ gate.T) * (x @ up.T)."""
+    out_features, half = int(gate.shape[0]), PANEL // 2
+    padding = round_up(out_features, ALIGNMENT) - out_features
+    halves = [F.pad(w, (0, 0, 0, padding)).view(-1, half, w.shape[1]) for w in (gate, up)]
+    return PackedWeights(_panels(torch.cat(halves, dim=1).flatten(0, 1)), None, out_features, activation)
+
+
+def _panels(weight: torch.Tensor) -> torch.Tensor:
+    return weight.view(-1, PANEL, weight.shape[1]).transpose(1, 2).contiguous()
+
+
+def describe(operation: np.ndarray, weights: PackedWeights) -> None:
+    """Fill in what does not change between calls."""
+    operation[CODE] = Code.MATMUL
+    operation[Matmul.WEIGHTS] = weights.panels.data_ptr()
+    operation[Matmul.BIAS] = 0 if weights.bias is None else weights.bias.data_ptr()
+    operation[Matmul.FEATURES] = weights.in_features
+    operation[Matmul.PANELS] = len(weights.panels)
+    operation[Matmul.OUT_STRIDE] = weights.out_stride
+    operation[Matmul.EPILOGUE] = weights.epilogue
+
+
+def cut(weights: PackedWeights, rows: int, threads: int) -> tuple[int, int, int]:
+    """How a product of so many rows is shared out: panels and rows of a chunk, and the number of chunks."""
+    panels = len(weights.panels)
+    wanted = max(1, min(threads * _CHUNKS_PER_THREAD, rows * weights.panels.numel() // _LEAST_WORK))
+    if threads == 1:
+        return panels, rows, 1
+    panels_per_chunk = max(1, panels // wanted)
+    groups = -(-panels // panels_per_chunk)
+    segments = min(-(-wanted // groups), -(-rows // ROWS))
+    rows_per_chunk = round_up(-(-rows // segments), ROWS)
+    return panels_per_chunk, rows_per_chunk, groups * -(-rows // rows_per_chunk)
+
+
+class Linear:
+    """y = x @ weight.T + bias in float32 on `(..., in_features)`; one caller at a time."""
+
+    def __init__(self, weights: PackedWeights) -> None:
+        self.weights = weights
+        self._operation = np.zeros((1, FIELDS), dtype=np.int64)
+        self._program = Program(self._operation)
+        describe(self._operation[0], weights)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply.
+
+        Raises:
+            ValueError: x is not float32, or of another width.
+        """
+        weights = self.weights
+        if x.dtype != torch.float32 or x.shape[-1] != weights.in_features:
+            raise ValueError(
+                f"a product with {weights.in_features} input features takes float32, "
+                f"not {x.dtype} {tuple(x.shape)}"
+            )
+        rows = x.reshape(-1, weights.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        out = torch.empty(len(rows), weights.out_stride)
+        threads = torch.get_num_threads()
+        operation = self._operation[0]
+        panels, per_chunk, chunks = cut(weights, max(1, len(rows)), threads)
+        operation[CHUNKS] = chunks
+        operation[Matmul.PANELS_PER_CHUNK] = panels
+        operation[Matmul.ROWS_PER_CHUNK] = per_chunk
+        operation[Matmul.X], operation[Matmul.X_STRIDE] = rows.data_ptr(), rows.stride(0)
+        operation[Matmul.OUT] = out.data_ptr()
+        operation[Matmul.NUM_ROWS] = len(rows)
+        self._program.run(threads if chunks > 1 else 1)
+        return out[:, : weights.out_features].view(*x.shape[:-1], weights.out_features)

@@ -1,0 +1,134 @@
+"""A sequence of operations that all threads work through together, in one call.
+
+Threads claim chunks of the operation that is running by an atomic counter and go on to the next when all its
+chunks are done. Nobody counts threads: one that comes late finds operations finished, one that the system
+has taken off the processor holds up the others only with the chunk it has in hand. Which thread takes which
+chunk has no influence on any result.
+
+A decoder's step of 30 layers is some 240 operations; calling each from Python, and waking the threads for
+it, would take longer than a step of one token needs.
+"""
+
+# mypy: disable-error-code="attr-defined,call-arg,call-overload,no-untyped-call,var-annotated"
+# Numba types these functions; its stubs know neither intrinsics nor carray of an address.
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import carray, cfunc, float32, int8, int64, njit, types
+
+from batchgen_kernels.cpu.cache import numba_cache
+from batchgen_kernels.cpu.intrinsics import as_pointer, fetch_add, wait_until
+from batchgen_kernels.cpu.kernel import STORAGE, Attend, Write, attend_chunk, write_chunk
+from batchgen_kernels.cpu.matmul import matmul_chunk
+from batchgen_kernels.cpu.rows import norm_chunk, rotate_chunk
+from batchgen_kernels.cpu.threads import run_on_caller, team
+
+FIELDS = 20
+"""int64 numbers in an operation; a row of a program."""
+CODE, CLAIMED, DONE, CHUNKS = range(4)
+"""Every operation begins with these; the others are in `Matmul`, `Norm` and `Rotate`."""
+ARGUMENT = 4
+"""The address of an `AttendArgument` or `WriteArgument`."""
+
+
+class Code(enum.IntEnum):
+    """What an operation does."""
+
+    MATMUL = 0
+    NORM = 1
+    ROTATE = 2
+    ATTEND = 3
+    WRITE = 4
+
+
+class _Header(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("threads_started", "count", "operations"))
+
+
+_ATTEND_FIELDS, _WRITE_FIELDS = len(Attend), len(Write)
+_MATMUL, _NORM, _ROTATE, _ATTEND, _WRITE = (code.value for code in Code)
+
+
+@njit(error_model="numpy")
+def _chunk(a: Any, chunk: Any, slot: Any, source_type: Any, storage: Any) -> None:
+    code = a[CODE]
+    if code == _MATMUL:
+        matmul_chunk(a, chunk)
+    elif code == _NORM:
+        norm_chunk(a, chunk)
+    elif code == _ROTATE:
+        rotate_chunk(a, chunk, storage, source_type)
+    elif code == _ATTEND:
+        attend = carray(as_pointer(a[ARGUMENT]), _ATTEND_FIELDS, int64)
+        own = attend[Attend.SCRATCH] + 4 * slot * attend[Attend.SCRATCH_STRIDE]
+        attend_chunk(attend, chunk, own, storage)
+    else:
+        write_chunk(carray(as_pointer(a[ARGUMENT]), _WRITE_FIELDS, int64), chunk, source_type, storage)
+
+
+@njit(error_model="numpy")
+def _run(header: Any, source_type: Any, storage: Any) -> None:
+    slot = fetch_add(header.ctypes.data, 1)
+    for i in range(header[1]):
+        address = header[2] + 8 * FIELDS * i
+        a = carray(as_pointer(address), FIELDS, int64)
+        done = 0
+        while True:
+            chunk = fetch_add(address + 8 * CLAIMED, 1)
+            if chunk >= a[CHUNKS]:
+                break
+            _chunk(a, chunk, slot, source_type, storage)
+            done += 1
+        fetch_add(address + 8 * DONE, done)
+        wait_until(address + 8 * DONE, a[CHUNKS])
+
+
+@cache
+def compiled(kv_dtype: torch.dtype) -> Any:
+    """A `void (*)(void *)`, whose `address` every thread of a team is to call.
+
+    Keys and values are stored as `kv_dtype`, and given to `WRITE` so, too, but as float32 for int8.
+    """
+    storage = STORAGE[kv_dtype]
+    source_type = float32 if storage is int8 else storage
+    with numba_cache() as cached:
+
+        @cfunc(types.void(types.voidptr), cache=cached)
+        def run(address: Any) -> None:
+            _run(carray(address, 3, int64), source_type, storage)
+
+    return run
+
+
+class Program:
+    """Operations to be run again and again; compiled the first time on a machine, which takes seconds.
+
+    Args:
+        operations: `[count, FIELDS]` int64; the caller changes fields between runs.
+        kv_dtype: what keys and values are stored as, where operations use a cache.
+    """
+
+    def __init__(self, operations: npt.NDArray[np.int64], kv_dtype: torch.dtype = torch.float32) -> None:
+        self._operations = operations
+        self._function = compiled(kv_dtype).address
+
+    @classmethod
+    def of_one(cls, code: Code, chunks: int, argument: ctypes.Structure, kv_dtype: torch.dtype) -> Program:
+        """One operation that has an argument; it must live until the program has run."""
+        operation = np.zeros((1, FIELDS), dtype=np.int64)
+        operation[0, [CODE, CHUNKS, ARGUMENT]] = code, chunks, ctypes.addressof(argument)
+        return cls(operation, kv_dtype)
+
+    def run(self, threads: int) -> None:
+        """Run all operations on at most so many threads."""
+        self._operations[:, CLAIMED : DONE + 1] = 0
+        header = _Header(0, len(self._operations), self._operations.ctypes.data)
+        (team() if threads > 1 else run_on_caller)(self._function, header, threads)

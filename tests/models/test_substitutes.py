@@ -1,0 +1,98 @@
+"""Which layers become one program, and that the rest of a model still computes what it should."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import make_engine, run
+from families import FAMILIES
+from tiny_models import save_tiny_llama
+
+from batchgen.models import substitutes as module
+from batchgen.models.decoder import FusedDecoder, read_decoder
+from batchgen.models.substitutes import Substitutes
+from batchgen.types import SamplingParams
+
+PROMPTS = [[5, 9, 2, 7, 7, 3, 1], [8, 8, 4]]
+GREEDY = SamplingParams(max_tokens=6)
+
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+DIFFERENT = {
+    "gemma2": "a layer has the parts",
+    "gpt2": "the model has the parts",
+    "mixtral": "the gated unit has the parts",
+    "olmo2": "a layer has the parts",
+    "gpt_oss": "attention has weights of its own",
+}
+
+
+def family(name: str) -> Any:
+    return next(f for f in FAMILIES if f.name == name)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_decoders_that_become_one_program(name: str) -> None:
+    assert isinstance(read_decoder(family(name).build().get_decoder()), FusedDecoder)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_decoders_that_are_built_otherwise(name: str) -> None:
+    found = read_decoder(family(name).build().get_decoder())
+    assert isinstance(found, str)
+    assert found.startswith(DIFFERENT[name])
+
+
+def layers_line(engine: Any) -> str:
+    return next(note for note in engine.notes if note.startswith("layers:"))
+
+
+def test_a_program_that_computes_something_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a twist inside a layer that its structure does not show."""
+    folder = save_tiny_llama(tmp_path)
+    right = make_engine(folder)
+    assert layers_line(right) == "layers: one program of our own products"
+    wanted = [output.token_ids for output in run(right, PROMPTS, GREEDY)]
+
+    def twisted(body: Any) -> FusedDecoder:
+        found = read_decoder(body)
+        assert isinstance(found, FusedDecoder)
+        layers = [replace(layer, rotates=False) for layer in found.weights.layers]
+        return FusedDecoder(replace(found.weights, layers=layers))
+
+    monkeypatch.setattr(module, "read_decoder", twisted)
+    engine = make_engine(folder)
+    assert "transformers' own" in layers_line(engine)
+    assert "would compute something else" in layers_line(engine)
+    assert [output.token_ids for output in run(engine, PROMPTS, GREEDY)] == wanted
+
+
+def test_keys_in_16_bits_leave_the_layers_as_they_are(tmp_path: Path) -> None:
+    engine = make_engine(save_tiny_llama(tmp_path), kv_cache_dtype="float16")
+    assert layers_line(engine).endswith("as its keys and values are stored in 16 bits")
+
+
+def test_what_is_replaced_is_given_back() -> None:
+    model = family("llama").build()
+    substitutes = Substitutes(model, model.get_decoder(), fuse=True)
+    assert any(isinstance(m, torch.nn.Linear) for m in model.modules())
+    substitutes.settle()
+    assert not any(isinstance(m, torch.nn.Linear) for m in model.modules())
+    assert len(model.get_decoder().layers) == 0
+
+
+def test_suspended_substitutes_compute_as_transformers_do() -> None:
+    model, original = family("gpt2").build(), family("gpt2").build()
+    substitutes = Substitutes(model, model.get_decoder(), fuse=True)
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.inference_mode(), substitutes.suspended():
+        assert torch.equal(model(ids).logits, original(ids).logits)
+    with torch.inference_mode():
+        ours, theirs = model(ids).logits, original(ids).logits
+    assert not torch.equal(ours, theirs)
+    assert torch.allclose(ours, theirs, atol=1e-4)
