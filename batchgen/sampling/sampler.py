@@ -37,7 +37,8 @@ class SamplingRow:
 
 def finite_rows(logits: torch.Tensor) -> torch.Tensor:
     """Which rows of `(R, V)` logits are free of NaN and infinity, `(R,)` bool."""
-    return torch.isfinite(logits).all(dim=-1)
+    # Least and greatest are found many times faster than every number is looked at, and NaN is both.
+    return torch.isfinite(logits.amax(dim=-1)) & torch.isfinite(logits.amin(dim=-1))
 
 
 @torch.inference_mode()
