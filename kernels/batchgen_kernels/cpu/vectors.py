@@ -12,12 +12,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import llvmlite.binding as llvm
+import numba
 from llvmlite import ir
 from numba.core import cgutils
 
-HAS_512 = bool(llvm.get_host_cpu_features().get("avx512f", False))
+
+def _has_512() -> bool:
+    """Whether this processor has AVX-512, or the one that Numba was told to compile for."""
+    config: Any = numba.config
+    if config.CPU_NAME or config.CPU_FEATURES:
+        return "+avx512f" in (config.CPU_FEATURES or "")
+    return bool(llvm.get_host_cpu_features().get("avx512f", False))
+
+
+HAS_512 = _has_512()
 F32 = ir.FloatType()
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
