@@ -297,10 +297,11 @@ def test_all_that_samples_have_is_written_and_read_again(tmp_path: Path, format:
     included = {"logprobs": logprobs, "reasoning": [None, "r"]}
     if format != "openai_batch":
         included |= {"prompt": "p", "seed": 3, "output_token_ids": [pack_ids([1]), pack_ids([])]}
+    # Prompt, completion, truncated and reasoning tokens.
     written = [
-        RESULT._replace(included=included),
-        RowResult("error", error=RowError(ErrorClass.TIMEOUT, "late"), usage=(1, 0, 0)),
-        RESULT._replace(included={**included, "reasoning": ["a", "b"]}),
+        RESULT._replace(usage=(1, 2, 0, 1), included=included),
+        RowResult("error", error=RowError(ErrorClass.TIMEOUT, "late"), usage=(1, 0, 0, 0)),
+        RESULT._replace(usage=(1, 2, 0, 2), included={**included, "reasoning": ["a", "b"]}),
     ]
     (tmp_path / "in.jsonl").write_text('{"q": "x"}\n' * 3)
     inputs = open_input([str(tmp_path / "in.jsonl")])
