@@ -15,10 +15,10 @@ from batchgen.cli.main import main
 from batchgen.models import source
 
 
-def _only_the_configuration(folder: Path, allow_pickle: bool, what: str) -> list[Path]:
-    return []
+def _those_that_are_there(folder: Path, allow_pickle: bool, what: str) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
 
 
 if __name__ == "__main__":
-    source.weight_files = _only_the_configuration
+    source.weight_files = _those_that_are_there
     sys.exit(main(launch=launcher()))

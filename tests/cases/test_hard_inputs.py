@@ -15,79 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fake_engine import launcher
-
-from batchgen.cli.main import main
-
-Captured = pytest.CaptureFixture[str]
-Rows = list[dict[str, Any]]
-
-
-class Place:
-    """A folder with a job whose input is given as bytes."""
-
-    def __init__(self, folder: Path, capture: Captured) -> None:
-        self.folder = folder
-        self._capture = capture
-        (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
-        (folder / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-
-    def write(self, data: bytes, name: str = "in.jsonl", **keys: Any) -> str:
-        """The job file over these bytes."""
-        (self.folder / name).write_bytes(data)
-        job = {
-            "model": "model/",
-            "input": {"path": name, **keys.pop("input", {})},
-            "output": {"path": "out/", "format": "jsonl", "compression": "none"},
-            "prompt": {"mode": "completion", **keys.pop("prompt", {})},
-            "sampling": {"max_tokens": 4, **keys.pop("sampling", {})},
-            "run": {"progress": "none", "min_free_disk": 0},
-            **keys,
-        }
-        path = self.folder / "job.yaml"
-        path.write_text(json.dumps(job))
-        return str(path)
-
-    def run(self, data: bytes, name: str = "in.jsonl", code: int = 0, **keys: Any) -> Rows:
-        """Run the job; its rows, in order."""
-        said = self.call(["run", self.write(data, name, **keys)], code)
-        if code not in (0, 8):
-            pytest.fail(said)
-        lines = [line for p in sorted((self.folder / "out/data").iterdir()) for line in self.lines(p)]
-        assert main(["verify", str(self.folder / "out")]) == 0, self._capture.readouterr()
-        return [json.loads(line, parse_constant=_refuse) for line in lines]
-
-    def refuse(self, verb: str, data: bytes, code: int, name: str = "in.jsonl", **keys: Any) -> str:
-        """What is said when a verb ends with a code."""
-        return self.call([verb, self.write(data, name, **keys)], code)
-
-    def call(self, arguments: list[str], code: int) -> str:
-        self._capture.readouterr()
-        found = main(arguments, launch=launcher())
-        said = "".join(self._capture.readouterr())
-        assert found == code, said
-        return said
-
-    @staticmethod
-    def lines(part: Path) -> list[bytes]:
-        """The records of a part: what ends with a newline, nothing else ends one."""
-        data = part.read_bytes()
-        assert not data or data.endswith(b"\n")
-        return data.split(b"\n")[:-1]
-
-
-def _refuse(constant: str) -> None:
-    raise AssertionError(f"{constant} is not JSON")
-
-
-@pytest.fixture
-def place(tmp_path: Path, capsys: Captured) -> Place:
-    return Place(tmp_path, capsys)
-
-
-def lines(*rows: Any) -> bytes:
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+from job_place import Place, Rows, lines
 
 
 def classes(rows: Rows) -> list[str]:
@@ -99,7 +27,7 @@ def test_c01_bom(place: Place) -> None:
     found = place.run(b"\xef\xbb\xbf" + rows)
     assert [row["prompt"] for row in found] == ["a", "b", "c"]
     assert found[0]["deep"] == {"x": 1}
-    report = json.loads(place.call(["report", str(place.folder / "out"), "--json"], 0))
+    report = json.loads(place.call(["report", str(place.output), "--json"], 0))
     assert "bom_stripped" in json.dumps(report)
 
 
@@ -287,9 +215,7 @@ def test_s1_no_permission(place: Place, monkeypatch: pytest.MonkeyPatch) -> None
         ("run.checkpoint_seconds", "9", 0),
     ],
 )
-def test_c36_config_drift(
-    place: Place, key: str, value: str, code: int, capsys: Captured, tmp_path: Path
-) -> None:
+def test_c36_config_drift(place: Place, key: str, value: str, code: int, tmp_path: Path) -> None:
     data = lines({"prompt": "a"}, {"prompt": "b"})
     place.run(data)
     shutil.copytree(tmp_path / "model", tmp_path / "other")

@@ -1,4 +1,7 @@
-"""A disk that fills up or fails: exit 5, committed rows stay readable, and the job goes on afterwards."""
+"""A disk that fills up or fails: exit 5, committed rows stay readable, and the job goes on afterwards.
+
+One that is really full is in `tests/cases/test_hard_endings.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,57 +10,24 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from failing_files import FailingFiles
 from job_driver import Settings, run_here
-from job_inputs import data_bytes, read_output, write_jsonl
+from job_inputs import data_bytes, write_jsonl
 
 from batchgen.job.files import FileOps
 from batchgen.job.window import Window
 from batchgen.types import StorageError
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1.5 MB; skipped where mounting is not permitted."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system is not permitted here")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
 def long_text_job(tmp_path: Path, output: Path) -> Settings:
     """About 2 MB of output."""
-    path = tmp_path / "in.jsonl"
-    if not path.exists():
-        write_jsonl(path, 250)
+    path = write_jsonl(tmp_path / "in.jsonl", 250)
     size: dict[str, Any] = {"part_rows": 20, "max_tokens": 3000, "max_num_seqs": 40}
     return Settings(output=str(output), input=str(path), worker={"step_seconds": 0}, **size)
-
-
-def test_a_full_disk_keeps_committed_rows_and_resumes(tmp_path: Path, small_disk: Path) -> None:
-    """C40."""
-    golden = long_text_job(tmp_path, tmp_path / "golden")
-    run_here(golden)
-    settings = long_text_job(tmp_path, small_disk / "out")
-    with pytest.raises(StorageError, match=r"No space left.*free at least [\d,]+ bytes.*same command"):
-        run_here(settings)
-    kept = read_output(small_disk / "out")
-    rows = [r["row"] for r in kept]
-    # Whole parts, whichever came first.
-    assert rows == [row for first in rows[::20] for row in range(first, first + 20)]
-    assert len(kept) >= 20
-    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    assert run_here(settings).exit_code == 0
-    assert data_bytes(small_disk / "out") == data_bytes(tmp_path / "golden")
 
 
 def test_running_low_on_space_stops_before_the_disk_is_full(

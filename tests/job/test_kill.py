@@ -1,6 +1,8 @@
-"""Jobs that are killed, stopped, frozen and run twice end with the bytes of one that ran through.
+"""Jobs that are killed, stopped and run twice end with the bytes of one that ran through.
 
-`BATCHGEN_KILLS` sets how many kills the storm makes (10), `BATCHGEN_KILL_SEED` which.
+The same through the command line is in `tests/cases/test_hard_endings.py`.
+
+`BATCHGEN_KILLS` sets how many kills the storm makes (7), `BATCHGEN_KILL_SEED` which.
 """
 
 from __future__ import annotations
@@ -20,26 +22,14 @@ import pytest
 from job_driver import CRASHED, Settings, run_here, start
 from job_inputs import data_bytes, read_output, write_jsonl, write_parquet
 from waiting import PATIENCE, wait_until
+from work_done import counters_of, sampled
 
-from batchgen.job.counters import Counters, read_counters
-from batchgen.job.folder import JobFolder
-from batchgen.types import OwnershipError
-
-KILLS = int(os.environ.get("BATCHGEN_KILLS", "10"))
+KILLS = int(os.environ.get("BATCHGEN_KILLS", "7"))
 SEED = int(os.environ.get("BATCHGEN_KILL_SEED", "20260101"))
 KILLS_PER_JOB = 3
 ROWS = 200
 MAX_TOKENS = 24
 SLOW = {"step_seconds": 0.004}
-
-
-def counters_of(root: Path, attempt: str = "*") -> list[Counters]:
-    paths = JobFolder(root).attempts.glob(f"{attempt}.*.counters")
-    return [c for c in map(read_counters, paths) if c is not None]
-
-
-def sampled(root: Path, attempt: str = "*") -> int:
-    return sum(c.sampled for c in counters_of(root, attempt))
 
 
 def worker_pids(process: subprocess.Popen[str]) -> list[int]:
@@ -184,28 +174,6 @@ def check_lost_tokens(root: Path) -> None:
     assert 0 <= sampled(root) - useful <= at_risk
 
 
-def test_sigterm_drains_and_exits_75(tmp_path: Path, golden: Any, launched: Any) -> None:
-    """C34: within the grace; killed two seconds into the next run; then finished."""
-    path, expected = golden["jsonl-jsonl"]
-    settings = Settings(
-        output=str(tmp_path / "out"),
-        input=str(path),
-        max_tokens=MAX_TOKENS,
-        worker={"step_seconds": 0.02},
-        options={"grace": 60.0},
-    )
-    for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        process = start(settings)
-        launched.append(process)
-        await_tokens(tmp_path / "out", 60, process)
-        process.send_signal(name)
-        assert process.wait(PATIENCE) == 75
-        assert process.stdout.read().splitlines()[-1].startswith(f"stopped ({name.name}); run the same")
-        assert all(c.at_risk == 0 for c in counters_of(tmp_path / "out"))
-    finish(settings, expected)
-    check_lost_tokens(tmp_path / "out")
-
-
 def test_long_rows_are_cut_at_the_grace_and_continued(tmp_path: Path, launched: Any) -> None:
     path = write_jsonl(tmp_path / "in.jsonl", 8)
     slow = {"step_seconds": 0.05}
@@ -251,20 +219,6 @@ def test_a_stop_while_the_model_loads_is_immediate(tmp_path: Path, launched: Any
     assert process.wait(PATIENCE) == 75
 
 
-def test_two_runs_at_once(tmp_path: Path, golden: Any, launched: Any) -> None:
-    path, expected = golden["jsonl-jsonl"]
-    worker = held_open(tmp_path / "go")
-    settings = Settings(output=str(tmp_path / "out"), input=str(path), max_tokens=MAX_TOKENS, worker=worker)
-    first = start(settings)
-    launched.append(first)
-    wait_until(lambda: sampled(tmp_path / "out") > 20, first)
-    with pytest.raises(OwnershipError, match=rf"process {first.pid} on host"):
-        run_here(settings)
-    (tmp_path / "go").touch()
-    assert first.wait(PATIENCE) == 0
-    assert data_bytes(tmp_path / "out") == expected
-
-
 def test_many_runs_started_together(tmp_path: Path, golden: Any, launched: Any) -> None:
     path, expected = golden["jsonl-parquet"]
     settings = Settings(
@@ -280,57 +234,3 @@ def test_many_runs_started_together(tmp_path: Path, golden: Any, launched: Any) 
     codes = sorted(process.wait(PATIENCE) for process in launched)
     assert codes == [0, 6, 6]
     assert data_bytes(tmp_path / "out") == expected
-
-
-def test_a_frozen_run_that_wakes_changes_nothing(tmp_path: Path, golden: Any, launched: Any) -> None:
-    """C39: stop the first run, let its lease lapse, take over, wake it while the second runs."""
-    path, expected = golden["jsonl-parquet"]
-    settings = Settings(
-        output=str(tmp_path / "out"),
-        input=str(path),
-        format="parquet",
-        max_tokens=MAX_TOKENS,
-        worker=dict(SLOW),
-        options={"lease_seconds": 0.8},
-    )
-    frozen = start(settings)
-    launched.append(frozen)
-    wait_until(lambda: sampled(tmp_path / "out") > 300, frozen)
-    frozen.send_signal(signal.SIGSTOP)
-    second = start(settings)
-    launched.append(second)
-    # The frozen run's worker goes on with what it has.
-    wait_until(lambda: sampled(tmp_path / "out", "0002") > 300, second)
-    frozen.send_signal(signal.SIGCONT)
-    assert frozen.wait(PATIENCE) == 6
-    assert second.wait(PATIENCE) == 0
-    assert data_bytes(tmp_path / "out") == expected
-    assert run_here(settings).exit_code == 0
-
-
-def test_a_torn_journal_and_garbage_cost_only_their_rows(tmp_path: Path, golden: Any, launched: Any) -> None:
-    """C35: logs cut in the middle of a record, garbage appended, between kills."""
-    rng = random.Random(SEED)
-    path, expected = golden["jsonl-jsonl"]
-    settings = Settings(
-        output=str(tmp_path / "out"),
-        input=str(path),
-        max_tokens=MAX_TOKENS,
-        worker=dict(SLOW),
-        options={"checkpoint_seconds": 0.02},
-    )
-    folder = JobFolder(tmp_path / "out")
-    for _ in range(3):
-        process = start(settings)
-        launched.append(process)
-        await_tokens(tmp_path / "out", 300, process)
-        kill(process.pid)
-        process.wait()
-        for log in (*folder.journal.iterdir(), *folder.commits.iterdir(), *folder.index.iterdir()):
-            data = log.read_bytes()
-            cut = rng.randint(0, len(data))
-            log.write_bytes(data[:cut] + rng.choice([b"", os.urandom(40)]))
-    said: list[str] = []
-    run_here(settings, said)
-    assert any("torn or damaged, left out" in sentence for sentence in said)
-    finish(settings, expected)

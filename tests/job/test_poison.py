@@ -1,4 +1,7 @@
-"""Rows that kill the engine, and engines that die whatever the rows."""
+"""Rows that kill the engine, and engines that die whatever the rows.
+
+One through the command line is in `tests/cases/test_hard_endings.py`.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +47,10 @@ def check(settings: Settings, guilty: set[int], rows: int = ROWS) -> None:
     assert not JobFolder(Path(settings.output)).suspects.exists()
 
 
-@pytest.mark.parametrize(
-    ("rows", "workers", "do"), [((77,), 1, "kill"), ((0,), 1, "segfault"), ((5, 90, 199), 3, "exit")]
-)
+@pytest.mark.parametrize(("rows", "workers", "do"), [((0,), 1, "segfault"), ((5, 90, 199), 3, "exit")])
 def test_a_row_that_always_kills_the_engine_is_found(
     tmp_path: Path, rows: tuple[int, ...], workers: int, do: str
 ) -> None:
-    """S7."""
     settings = job(tmp_path, worker=poison(tmp_path, *rows, do=do), options={"workers": workers})
     result = run_here(settings)
     assert (result.exit_code, result.counts.error) == (0, len(rows))
