@@ -13,7 +13,7 @@ ROWS ?= 4000
 MINUTES ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory job-side bench bench-kv bench-determinism audit clean
+.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory job-side scale bench bench-kv bench-determinism audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -93,6 +93,9 @@ memory: $(MODEL) ## resident memory over 20,000 rows
 
 job-side: $(VENV)/.installed ## what reading, sending, journal and parts cost a row, with the fake engine
 	$(BIN)/python tests/bench/job_side.py
+
+scale: $(VENV)/.installed ## memory over a million rows, and the restart of a killed job; ROWS=10000000
+	$(BIN)/python tests/bench/scale.py --rows $(if $(filter command line,$(origin ROWS)),$(ROWS),1000000)
 
 bench: $(MODEL) $(HUMANEVAL) ## tokens/s beside transformers' generate, on an idle machine
 	$(BIN)/python tests/bench/versus_generate.py
