@@ -35,6 +35,7 @@ from batchgen.dist.handle import WorkerHandle
 from batchgen.job.assembly import Assembler
 from batchgen.job.pool import RowPool
 from batchgen.job.supervisor import Supervisor
+from batchgen.models.source import find_tokenizer
 
 STAGES: dict[str, tuple[Any, str]] = {
     "read, pack, order": (RowPool, "fill"),
@@ -90,16 +91,26 @@ class Memory:
         return max(self.samples[quarter : 2 * quarter], default=0), max(self.samples[-quarter:], default=0)
 
 
-def write_job(folder: Path, rows: int, prompt: int) -> Path:
+def save_tokenizer(folder: Path) -> None:
+    """The real model's tokenizer and template, for a fake engine."""
+    source = find_tokenizer(str(ROOT / "build/SmolLM2-135M-Instruct.Q4_1.gguf")).tokenizer_folder()
+    for path in (*source.glob("*token*"), *source.glob("*.jinja")):
+        shutil.copy(path, folder)
+
+
+def write_job(folder: Path, rows: int, prompt: int, *, chat: bool) -> Path:
     save_model(folder / "model")
+    if chat:
+        save_tokenizer(folder / "model")
     with (folder / "in.jsonl").open("w") as file:
         for row in range(rows):
             ids = [(row * 7 + k) % 60_000 for k in range(prompt)]
-            file.write(json.dumps({"id": f"r{row}", "prompt_token_ids": ids}) + "\n")
+            words = {"prompt": " ".join(f"word{i}" for i in ids)} if chat else {"prompt_token_ids": ids}
+            file.write(json.dumps({"id": f"r{row}"} | words) + "\n")
     job = {
         "model": str(folder / "model"),
         "input": {"path": str(folder / "in.jsonl"), "id": "id"},
-        "prompt": {"mode": "tokens"},
+        "prompt": {"mode": "chat" if chat else "tokens"},
         "sampling": {"max_tokens": 8},
         "output": {"path": str(folder / "out"), "format": "jsonl", "compression": "none"},
         "run": {"min_free_disk": "1MB", "progress": "none", "order": "input"},
@@ -117,17 +128,18 @@ def cpu_seconds() -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--prompt", type=int, default=16, help="token ids in a prompt")
+    parser.add_argument("--prompt", type=int, default=16, help="token ids in a prompt, or words")
+    parser.add_argument("--chat", action="store_true", help="texts, with the real tokenizer and template")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="batchgen-job-side-"))
     try:
-        measure(folder, args.rows, args.prompt)
+        measure(folder, args.rows, args.prompt, chat=args.chat)
     finally:
         shutil.rmtree(folder)
 
 
-def measure(folder: Path, rows: int, prompt: int) -> None:
-    job = write_job(folder, rows, prompt)
+def measure(folder: Path, rows: int, prompt: int, *, chat: bool) -> None:
+    job = write_job(folder, rows, prompt, chat=chat)
     clock = Clock()
     for stage, (owner, name) in STAGES.items():
         clock.watch(stage, owner, name)
@@ -137,7 +149,8 @@ def measure(folder: Path, rows: int, prompt: int) -> None:
     assert code == 0, code
     early, late = memory.growth()
     print(f"python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    print(f"{rows:,} rows of {prompt} ids in {elapsed:.1f} s: {rows / elapsed:,.0f} rows/s")
+    what = f"{rows:,} rows of {prompt} {'words' if chat else 'ids'}"
+    print(f"{what} in {elapsed:.1f} s: {rows / elapsed:,.0f} rows/s")
     own, worker = (1e6 * (b - a) / rows for a, b in zip(before, after, strict=True))
     stages = {stage: 1e6 * seconds / rows for stage, seconds in clock.seconds.items()}
     for stage, micros in (*stages.items(), ("the rest, and starting", own - sum(stages.values()))):
