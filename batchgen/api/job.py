@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -45,6 +46,17 @@ class JobResult(Results):
     def ok(self) -> bool:
         """Whether every row is final and the job's gates hold."""
         return self.exit_code == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """What is asked of one run; the arguments of `Job.run`."""
+
+    overwrite: bool = False
+    accept_drift: bool = False
+    on_progress: Callable[[Progress], None] | None = None
+    display: Display | None = None
+    launch: Launcher | None = None
 
 
 class Job:
@@ -130,32 +142,23 @@ class Job:
             BatchgenError: what ended the run; its `exit_code` is that of the command line. Finished rows are
                 on disk.
         """
-        return drive(
-            self.spec,
-            lambda found: setup_of(self.spec, found),
+        request = RunRequest(
             overwrite=overwrite,
             accept_drift=accept_drift,
             on_progress=on_progress,
             display=display,
             launch=launch,
         )
+        return drive(self.spec, lambda found: setup_of(self.spec, found), request)
 
 
-def drive(
-    spec: JobSpec,
-    prepare: Callable[[Prepared], JobSetup],
-    *,
-    overwrite: bool = False,
-    accept_drift: bool = False,
-    on_progress: Callable[[Progress], None] | None = None,
-    display: Display | None = None,
-    launch: Launcher | None = None,
-) -> JobResult:
-    """Check a job, run it, and say how it ended. Arguments and errors as of `Job.run`.
+def drive(spec: JobSpec, prepare: Callable[[Prepared], JobSetup], request: RunRequest) -> JobResult:
+    """Check a job, run it, and say how it ended. Errors as of `Job.run`.
 
     Args:
         spec: the job.
         prepare: from what the checks opened to what the supervisor needs.
+        request: how it is to be run.
     """
     from batchgen.api import checks
     from batchgen.api.check_model import check_model
@@ -168,22 +171,24 @@ def drive(
 
     began = time.monotonic()
     report = Report()
-    checked = checks.check_job(spec, report, rows_for_ids=ROWS_FOR_IDS, resume=not overwrite)
+    checked = checks.check_job(spec, report, rows_for_ids=ROWS_FOR_IDS, resume=not request.overwrite)
     with stoppable(), closing(checked) as found:
         with report.check():
             check_output_permission(spec)
         # Whoever brings workers brings what they can run.
-        if launch is None and found.source is not None:
+        if request.launch is None and found.source is not None:
             check_model(spec, found.source, report)
         report.raise_faults()
         setup = prepare(found)
-        options = options_from_spec(spec, overwrite=overwrite, accept_drift=accept_drift, began=began)
-        with closing(display or make_progress(spec.run.progress)) as shown:
+        options = options_from_spec(
+            spec, overwrite=request.overwrite, accept_drift=request.accept_drift, began=began
+        )
+        with closing(request.display or make_progress(spec.run.progress)) as shown:
             for note in (*spec.notes, *report.notes):
                 shown.note(f"note: {note}")
             with serve_metrics(spec.run.metrics, spec.name or setup.output.name, shown.note) as count:
-                observers = [observe for observe in (count, on_progress) if observe is not None]
-                result = _run(setup, shown, options, observers, launch)
+                observers = [observe for observe in (count, request.on_progress) if observe is not None]
+                result = _run(setup, shown, options, observers, request.launch)
             if spec.output.push_to_hub is not None:
                 _push(spec, setup, result, shown)
     return JobResult(setup.output, result)
@@ -208,6 +213,7 @@ def _run(
     from batchgen.api.progress import Tally
     from batchgen.dist.handle import launch_worker
     from batchgen.job.remote import run_job_anywhere
+    from batchgen.job.run_options import RunHooks
 
     tally = Tally(display)
 
@@ -216,8 +222,8 @@ def _run(
         for observe in observers:
             observe(snapshot)
 
-    launch = launch or launch_worker
-    result = run_job_anywhere(setup, options, launch=launch, report=report, say=display.note)
+    hooks = RunHooks(launch=launch or launch_worker, report=report, say=display.note)
+    result = run_job_anywhere(setup, options, hooks)
     display.note(result.reason)
     place = setup.output / "data" if setup.url is None else f"{setup.url.rstrip('/')}/data"
     if spoken := tally.lines():

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchgen.api.job import JobResult, drive, setup_of
+from batchgen.api.job import JobResult, RunRequest, drive, setup_of
 from batchgen.data.urls import is_url
 from batchgen.job.condition import Condition
 from batchgen.job.folder import JobFolder
@@ -61,9 +61,8 @@ def retry(
         overrides = [f"output.path={place}", *places]
         base = load_job(resolved, overrides)
         changed = load_job(resolved, [*overrides, *changes])
-    return drive(
-        changed, lambda found: _setup(base, changed, found, where, changes), display=display, launch=launch
-    )
+    request = RunRequest(display=display, launch=launch)
+    return drive(changed, lambda found: _setup(base, changed, found, where, changes), request)
 
 
 def _at_hand(place: str) -> AbstractContextManager[Path]:

@@ -31,9 +31,8 @@ from batchgen.job.mirror import (
     state_folder,
 )
 from batchgen.job.object_store import ObjectStore
-from batchgen.job.progress import Progress
 from batchgen.job.run import run_job
-from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
+from batchgen.job.run_options import JobSetup, RunHooks, RunOptions, RunResult
 from batchgen.types import BatchgenError, OwnershipError, StorageError, UsageError
 
 SEND_SECONDS = 30.0
@@ -52,36 +51,21 @@ class _Claim:
     accepted: frozenset[str]
 
 
-def run_job_anywhere(
-    setup: JobSetup,
-    options: RunOptions,
-    *,
-    launch: Launcher,
-    report: Callable[[Progress], None],
-    say: Callable[[str], None],
-) -> RunResult:
+def run_job_anywhere(setup: JobSetup, options: RunOptions, hooks: RunHooks) -> RunResult:
     """`run_job` where the output folder is local, `run_remote` where it is in an object store."""
     if setup.url is None:
-        return run_job(setup, options, launch=launch, report=report, say=say)
-    return run_remote(setup, setup.url, options, launch=launch, report=report, say=say)
+        return run_job(setup, options, hooks)
+    return run_remote(setup, setup.url, options, hooks)
 
 
-def run_remote(
-    setup: JobSetup,
-    url: str,
-    options: RunOptions,
-    *,
-    launch: Launcher,
-    report: Callable[[Progress], None] = lambda progress: None,
-    say: Callable[[str], None] = lambda sentence: None,
-) -> RunResult:
+def run_remote(setup: JobSetup, url: str, options: RunOptions, hooks: RunHooks) -> RunResult:
     """As `run_job`, for an output folder in an object store.
 
     Args:
         setup: the job; its `output` is the working copy.
         url: of the output folder.
-        options, launch, report: as `run_job`.
-        say: as `run_job`; sentences name the URL, not the working copy.
+        options: as `run_job`.
+        hooks: as `run_job`, but for `beside`; sentences name the URL, not the working copy.
 
     Raises:
         OwnershipError: another run lives.
@@ -91,22 +75,16 @@ def run_remote(
     store = ObjectStore(url)
     copy = setup.output
     named = _Naming(copy, url)
+    say = named.saying(hooks.say)
     (copy / ".batchgen").mkdir(parents=True, exist_ok=True)
     # On this machine the kernel knows who works in the copy; it is theirs until they end.
-    here = acquire_lease(JobFolder(copy), options.lease_seconds, named.saying(say))
+    here = acquire_lease(JobFolder(copy), options.lease_seconds, say)
     here.release()
-    with named.errors(), _remote_lease(store, options.lease_seconds, say) as lease:
-        mirror = _take_over(store, copy, say, overwrite=options.overwrite)
+    with named.errors(), _remote_lease(store, options.lease_seconds, hooks.say) as lease:
+        mirror = _take_over(store, copy, hooks.say, overwrite=options.overwrite)
         sender = _Sender(mirror, lease)
         try:
-            result = run_job(
-                setup,
-                options,
-                launch=launch,
-                report=report,
-                say=named.saying(say),
-                beside=sender.beside,
-            )
+            result = run_job(setup, options, replace(hooks, say=say, beside=sender.beside))
         except OwnershipError:
             raise
         except BatchgenError:

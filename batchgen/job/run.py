@@ -9,7 +9,8 @@ import queue
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,11 +28,10 @@ from batchgen.job.ids import Interrupted, has_ids
 from batchgen.job.lease import Lease, Owner, acquire_lease
 from batchgen.job.manifest import Manifest, load_manifest
 from batchgen.job.parts import Counts, recognise_parts
-from batchgen.job.progress import Progress
 from batchgen.job.recovery import OpenJob, open_job
 from batchgen.job.report.write import report_attempt
 from batchgen.job.retry import NothingToRetry, finish_retry
-from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
+from batchgen.job.run_options import JobSetup, RunHooks, RunOptions, RunResult
 from batchgen.job.stop_signals import stop_signals
 from batchgen.job.success import read_success, write_success
 from batchgen.job.supervisor import Supervisor
@@ -44,31 +44,13 @@ REPORT_SECONDS = 5.0
 """What the report may take where a scheduler may be about to kill the process."""
 
 
-Beside = Callable[[Callable[[BatchgenError], None]], AbstractContextManager[None]]
-
-
-def _nothing_beside(stop: Callable[[BatchgenError], None]) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def run_job(
-    setup: JobSetup,
-    options: RunOptions,
-    *,
-    launch: Launcher,
-    report: Callable[[Progress], None] = lambda progress: None,
-    say: Callable[[str], None] = lambda sentence: None,
-    beside: Beside = _nothing_beside,
-) -> RunResult:
+def run_job(setup: JobSetup, options: RunOptions, hooks: RunHooks) -> RunResult:
     """Run or continue a job.
 
     Args:
         setup: the job.
         options: how to drive it.
-        launch: starts a worker process; `batchgen.dist.handle.launch_worker` is one.
-        report: called a few times a second with a snapshot.
-        say: called with sentences for the user.
-        beside: entered while the run lasts, with what ends the run when it is called with an error.
+        hooks: what it calls.
 
     Returns:
         How it ended: complete, or stopped and resumable.
@@ -84,9 +66,9 @@ def run_job(
     folder.refuse_foreign()
     folder.create()
     _check_space(folder, options.min_free_disk)
-    lease = acquire_lease(folder, options.lease_seconds, say)
+    lease = acquire_lease(folder, options.lease_seconds, hooks.say)
     try:
-        result = _run_owned(setup, options, folder, lease, launch, report, say, beside)
+        result = _run_owned(setup, options, folder, lease, hooks)
     except OwnershipError:
         lease.release()
         raise
@@ -96,14 +78,14 @@ def run_job(
         lease.release()
         if taken:
             raise _lost(folder) from error
-        report_attempt(folder, say, REPORT_SECONDS)
+        report_attempt(folder, hooks.say, REPORT_SECONDS)
         raise
     except BaseException:
         lease.release()
-        report_attempt(folder, say, REPORT_SECONDS)
+        report_attempt(folder, hooks.say, REPORT_SECONDS)
         raise
     lease.release()
-    report_attempt(folder, say, REPORT_SECONDS if result.exit_code == RESUMABLE else None)
+    report_attempt(folder, hooks.say, REPORT_SECONDS if result.exit_code == RESUMABLE else None)
     return result
 
 
@@ -148,14 +130,7 @@ def _lost(folder: JobFolder) -> OwnershipError:
 
 
 def _run_owned(
-    setup: JobSetup,
-    options: RunOptions,
-    folder: JobFolder,
-    lease: Lease,
-    launch: Launcher,
-    report: Callable[[Progress], None],
-    say: Callable[[str], None],
-    beside: Beside,
+    setup: JobSetup, options: RunOptions, folder: JobFolder, lease: Lease, hooks: RunHooks
 ) -> RunResult:
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     lost = _lost(folder)
@@ -174,15 +149,15 @@ def _run_owned(
         gates={gate.measure: gate.condition for gate in options.gates},
     )
     attempt.save(folder)
-    tell = partial(_tell, attempt, say)
+    hooks = replace(hooks, say=partial(_tell, attempt, hooks.say))
     running: list[Supervisor] = []
     try:
         with (
             stop_signals(lambda name: events.put(StopAsked(name)), partial(_abandon, running)),
-            beside(lambda error: events.put(StopAsked(str(error), error))),
+            hooks.beside(lambda error: events.put(StopAsked(str(error), error))),
         ):
             stops = _Stops(events, options)
-            job = open_job(setup, folder, claim, tell, stops, accept_drift=options.accept_drift)
+            job = open_job(setup, folder, claim, hooks.say, stops, accept_drift=options.accept_drift)
             try:
                 job.ids = _unique_ids(job, setup, events)
                 attempt.change = job.manifest.current_change()
@@ -190,12 +165,10 @@ def _run_owned(
                     job,
                     options,
                     events,
-                    launch=launch,
+                    hooks,
                     worker_config=setup.worker_config,
                     columns=setup.columns,
                     attempt=attempt,
-                    report=report,
-                    say=tell,
                 )
                 running.append(supervisor)
                 with rare_collections():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from batchgen.job.fingerprints import Fingerprints
     from batchgen.job.ids import DuplicatePolicy
     from batchgen.job.parts import Counts
+    from batchgen.job.progress import Progress
     from batchgen.job.retry import Retry
     from batchgen.job.spec.job import JobSpec
     from batchgen.text.prompt_spec import PromptSpec
+    from batchgen.types import BatchgenError
 
 
 class Worker(Protocol):
@@ -138,6 +141,31 @@ class RunOptions:
         if self.max_time is None or now - self.began < self.max_time:
             return None
         return f"run.max_time ({self.max_time:g} s) is over"
+
+
+def _ignore(told: object) -> None:
+    pass
+
+
+def _nothing_beside(stop: Callable[[BatchgenError], None]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHooks:
+    """What a run calls outside itself.
+
+    Args:
+        launch: starts a worker process; `batchgen.dist.handle.launch_worker` is one.
+        report: called a few times a second with a snapshot, and at the end.
+        say: called with sentences for the user.
+        beside: entered while the run lasts, with what ends the run when it is called with an error.
+    """
+
+    launch: Launcher
+    report: Callable[[Progress], None] = _ignore
+    say: Callable[[str], None] = _ignore
+    beside: Callable[[Callable[[BatchgenError], None]], AbstractContextManager[None]] = _nothing_beside
 
 
 @dataclass(frozen=True, slots=True)

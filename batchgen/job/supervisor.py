@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -29,7 +29,7 @@ from batchgen.job.recovery import OpenJob
 from batchgen.job.result_batch import ResultBatch
 from batchgen.job.result_log import ResultLog
 from batchgen.job.row_order import ORDERS, shuffled
-from batchgen.job.run_options import Launcher, RunOptions
+from batchgen.job.run_options import RunHooks, RunOptions
 from batchgen.job.window import Pending, Window
 from batchgen.job.worker_deaths import WorkerDeaths
 from batchgen.job.workers import WorkerState
@@ -59,11 +59,9 @@ class Supervisor:
         options: how to drive it.
         events: what happens outside the loop, in order; a `StopAsked` may be put there from any thread and
             from signal handlers.
-        launch: starts a worker process.
+        hooks: what it calls; but for `beside`.
         worker_config: for the start message.
         columns: that the prompt needs.
-        report: called with a snapshot now and then, and at the end.
-        say: called with sentences for the user.
     """
 
     def __init__(
@@ -71,19 +69,17 @@ class Supervisor:
         job: OpenJob,
         options: RunOptions,
         events: queue.SimpleQueue[Any],
+        hooks: RunHooks,
         *,
-        launch: Launcher,
         worker_config: Mapping[str, Any],
         columns: tuple[str, ...],
         attempt: Attempt,
-        report: Callable[[Progress], None],
-        say: Callable[[str], None],
     ) -> None:
         self._job = job
         self._options = options
         self._attempt = attempt
-        self._report = report
-        self._say = say
+        self._report = hooks.report
+        self._say = hooks.say
         self._events: queue.SimpleQueue[Message | Assembled | StopAsked] = events
         self._suspects = Suspects(job.folder.suspects)
         self._window = Window(
@@ -116,7 +112,7 @@ class Supervisor:
         self._fleet = Fleet(
             job.folder,
             attempt,
-            launch,
+            hooks.launch,
             {**worker_config, "workers": options.workers},
             lambda number, content: events.put(Message(number, content)),
             options.hang_seconds,
@@ -130,7 +126,7 @@ class Supervisor:
             suspects=self._suspects,
             dispatcher=self._dispatcher,
             convict=self._convict,
-            say=say,
+            say=hooks.say,
         )
         self._assembly = AssemblyThread(job, events)
         self._notes: set[str] = set()

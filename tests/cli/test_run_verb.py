@@ -11,7 +11,7 @@ import pytest
 import batchgen.job.remote
 from batchgen.cli.main import main
 from batchgen.job.parts import Counts
-from batchgen.job.run_options import JobSetup, RunOptions, RunResult
+from batchgen.job.run_options import JobSetup, RunHooks, RunOptions, RunResult
 
 Write = Callable[..., str]
 Captured = pytest.CaptureFixture[str]
@@ -22,7 +22,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[JobSetup, RunOptions]]:
     """Runs end at once; what they were asked to do is kept."""
     made: list[tuple[JobSetup, RunOptions]] = []
 
-    def run_job(setup: JobSetup, options: RunOptions, **_: Any) -> RunResult:
+    def run_job(setup: JobSetup, options: RunOptions, hooks: RunHooks) -> RunResult:
         made.append((setup, options))
         return RunResult(75, "stopped (SIGTERM)", Counts())
 

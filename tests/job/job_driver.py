@@ -27,7 +27,7 @@ from batchgen.job.files import FileOps
 from batchgen.job.fingerprints import Fingerprints
 from batchgen.job.retry import Retry
 from batchgen.job.run import run_job
-from batchgen.job.run_options import JobSetup, Launcher, RunOptions, RunResult
+from batchgen.job.run_options import JobSetup, Launcher, RunHooks, RunOptions, RunResult
 from batchgen.job.selection import Selection
 from batchgen.types import BatchgenError, Task
 
@@ -150,7 +150,7 @@ def run_here(settings: Settings, said: list[str] | None = None) -> RunResult:
     setup = setup_of(settings)
     try:
         say = (lambda sentence: None) if said is None else said.append
-        return run_job(setup, settings.run_options(), launch=settings.launcher(), say=say)
+        return run_job(setup, settings.run_options(), RunHooks(launch=settings.launcher(), say=say))
     finally:
         setup.inputs.close()
 
@@ -217,12 +217,8 @@ def main() -> int:
         elsewhere()
     setup = setup_of(settings)
     try:
-        result = run_job(
-            setup,
-            settings.run_options(),
-            launch=settings.launcher(),
-            say=lambda sentence: print(sentence, flush=True),
-        )
+        hooks = RunHooks(launch=settings.launcher(), say=lambda sentence: print(sentence, flush=True))
+        result = run_job(setup, settings.run_options(), hooks)
         print(result.reason, flush=True)
         return result.exit_code
     except BatchgenError as error:

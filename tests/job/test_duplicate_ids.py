@@ -26,6 +26,7 @@ from batchgen.job import ids as ids_module
 from batchgen.job import unique_ids
 from batchgen.job.ids import IdReading
 from batchgen.job.run import run_job
+from batchgen.job.run_options import RunHooks
 from batchgen.job.selection import Selection
 from batchgen.job.unique_ids import UniqueIds
 from batchgen.job.verify import verify_folder
@@ -123,7 +124,7 @@ def test_a_stop_while_ids_are_read_can_be_continued(tmp_path: Path, monkeypatch:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with setup.inputs:
-        result = run_job(setup, settings.run_options(), launch=settings.launcher(), say=say)
+        result = run_job(setup, settings.run_options(), RunHooks(launch=settings.launcher(), say=say))
     assert (result.exit_code, result.reason) == (75, "stopped (SIGTERM); run the same command to continue")
     run(settings)
     assert [id for id, _ in output(settings)] == ["a", "b", "a#2", "a#3"]

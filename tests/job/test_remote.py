@@ -25,7 +25,7 @@ from batchgen.job.object_store import ObjectStore
 from batchgen.job.parts import recognise_parts
 from batchgen.job.progress import Progress
 from batchgen.job.remote import fetched, run_remote
-from batchgen.job.run_options import RunResult
+from batchgen.job.run_options import RunHooks, RunResult
 from batchgen.job.status import read_status
 from batchgen.job.verify import verify_folder
 from batchgen.types import OwnershipError, StorageError, UsageError
@@ -70,7 +70,7 @@ def run(
     try:
         chosen = replace(settings.run_options(), **options)
         say = (lambda sentence: None) if said is None else said.append
-        return run_remote(setup, URL, chosen, launch=settings.launcher(), report=report, say=say)
+        return run_remote(setup, URL, chosen, RunHooks(launch=settings.launcher(), report=report, say=say))
     finally:
         setup.inputs.close()
 

@@ -24,6 +24,7 @@ from batchgen.data.source import open_input
 from batchgen.job import supervisor
 from batchgen.job.folder_rows import FolderRows
 from batchgen.job.run import run_job
+from batchgen.job.run_options import RunHooks
 from batchgen.job.selection import Selection
 from batchgen.job.status import read_status
 from batchgen.job.verify import verify_folder
@@ -43,7 +44,7 @@ def run(job: Settings, kill_after: int | None = None) -> list[int]:
     setup = setup_of(job)
     launcher = ThreadLauncher(kill_after)
     try:
-        run_job(setup, job.run_options(), launch=launcher)
+        run_job(setup, job.run_options(), RunHooks(launch=launcher))
     finally:
         setup.inputs.close()
     return launcher.rows

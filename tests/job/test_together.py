@@ -23,6 +23,7 @@ from batchgen.job.folder import JobFolder
 from batchgen.job.gates import Gate
 from batchgen.job.manifest import require_manifest
 from batchgen.job.run import run_job
+from batchgen.job.run_options import RunHooks
 from batchgen.job.supervisor import Supervisor
 from batchgen.job.verify import verify_folder
 from batchgen.job.window import OpenPart
@@ -193,7 +194,7 @@ def test_max_time_ends_also_the_reading_of_ids(
     settings.options = {"max_time": 2.0}
     setup = setup_of(settings)
     with setup.inputs:
-        result = run_job(setup, settings.run_options(), launch=ThreadLauncher())
+        result = run_job(setup, settings.run_options(), RunHooks(launch=ThreadLauncher()))
     assert (result.exit_code, len(added) < 400) == (75, True)
     assert "run.max_time (2 s) is over" in result.reason
     monkeypatch.undo()
