@@ -7,6 +7,7 @@ memory is the supervisor's. A restart ends with the first row that was not done 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -75,7 +76,9 @@ class Run:
         while self._process.poll() is None:
             time.sleep(0.2)
             for path in set(self.attempts.glob("*.progress.json")) - self._earlier:
-                yield {**json.loads(path.read_bytes()), "rss": self._memory.memory_info().rss}
+                # It is read while it may be written.
+                with contextlib.suppress(ValueError):
+                    yield {**json.loads(path.read_bytes()), "rss": self._memory.memory_info().rss}
 
     def kill(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import carray, cfunc, float32, int8, int64, njit, types
+from numba import carray, cfunc, float32, int8, int16, int64, njit, types, uint16
+from numba.extending import overload
 
 from batchgen_kernels.cpu.cache import numba_cache
 from batchgen_kernels.cpu.intrinsics import as_pointer, fetch_add, wait_until
@@ -57,8 +58,23 @@ _ATTEND_FIELDS, _WRITE_FIELDS = len(Attend), len(Write)
 _MATMUL, _NORM, _ROTATE, _ATTEND, _WRITE = (code.value for code in Code)
 
 
-@njit(error_model="numpy")
-def _chunk(a: Any, chunk: Any, slot: Any, source_type: Any, storage: Any) -> None:
+def _row_chunk(a: Any, chunk: Any, source_type: Any, storage: Any) -> None:
+    """A chunk of an operation on float32 rows."""
+
+
+@overload(_row_chunk, jit_options={"error_model": "numpy"})
+def _row_chunk_with(a: Any, chunk: Any, source_type: Any, storage: Any) -> Any:
+    if storage.dtype in (int16, uint16):
+        # Nothing to compile: what is in 16 bits is written by `WRITE`, from 16 bits.
+        return _no_row_chunk
+    return _float_row_chunk
+
+
+def _no_row_chunk(a: Any, chunk: Any, source_type: Any, storage: Any) -> None:
+    pass
+
+
+def _float_row_chunk(a: Any, chunk: Any, source_type: Any, storage: Any) -> None:
     code = a[CODE]
     if code == _MATMUL:
         matmul_chunk(a, chunk)
@@ -66,12 +82,19 @@ def _chunk(a: Any, chunk: Any, slot: Any, source_type: Any, storage: Any) -> Non
         norm_chunk(a, chunk)
     elif code == _ROTATE:
         rotate_chunk(a, chunk, storage, source_type)
-    elif code == _ATTEND:
+
+
+@njit(error_model="numpy")
+def _chunk(a: Any, chunk: Any, slot: Any, source_type: Any, storage: Any) -> None:
+    code = a[CODE]
+    if code == _ATTEND:
         attend = carray(as_pointer(a[ARGUMENT]), _ATTEND_FIELDS, int64)
         own = attend[Attend.SCRATCH] + 4 * slot * attend[Attend.SCRATCH_STRIDE]
         attend_chunk(attend, chunk, own, storage)
-    else:
+    elif code == _WRITE:
         write_chunk(carray(as_pointer(a[ARGUMENT]), _WRITE_FIELDS, int64), chunk, source_type, storage)
+    else:
+        _row_chunk(a, chunk, source_type, storage)
 
 
 @njit(error_model="numpy")
@@ -113,7 +136,8 @@ class Program:
 
     Args:
         operations: `[count, FIELDS]` int64; the caller changes fields between runs.
-        kv_dtype: what keys and values are stored as, where operations use a cache.
+        kv_dtype: what keys and values are stored as, where operations use a cache; float32 or int8 where
+            there are others than attention and writes.
     """
 
     def __init__(self, operations: npt.NDArray[np.int64], kv_dtype: torch.dtype = torch.float32) -> None:
