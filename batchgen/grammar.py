@@ -8,6 +8,11 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
+def how_many(number: int, thing: str) -> str:
+    """`no rows`, `1 row`, `1,000 rows`: where a person would not say that there are 0 of them."""
+    return f"no {thing}s" if number == 0 else counted(number, thing)
+
+
 def each_of(number: int, thing: str) -> str:
     """`no row needs`, `its only row has`, `all 1,000 rows have`: of what each of them should have."""
     if number == 0:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import batchgen
-from batchgen.grammar import agreeing, counted, each_of
+from batchgen.grammar import agreeing, counted, each_of, how_many
 
 PACKAGE = Path(batchgen.__file__).parent
 THINGS = re.compile(
@@ -35,6 +35,7 @@ NEVER_ONE = {
 
 def test_one_is_not_many() -> None:
     assert [counted(n, "row") for n in (0, 1, 2, 1000)] == ["0 rows", "1 row", "2 rows", "1,000 rows"]
+    assert [how_many(n, "row") for n in (0, 1, 1000)] == ["no rows", "1 row", "1,000 rows"]
     assert [each_of(n, "row") for n in (0, 1, 2)] == ["no row needs", "its only row has", "all 2 rows have"]
     assert [agreeing(n, "is", "are") for n in (0, 1, 2)] == ["are", "is", "are"]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
 from batchgen.grammar import counted
+from batchgen.job.folder import TEMPORARY
 from batchgen.types import StorageError, Task, UsageError
 
 if TYPE_CHECKING:
@@ -37,13 +39,34 @@ def check_output_permission(spec: JobSpec) -> None:
     """Whether the output folder can be written or made; before weights are fetched or hashed.
 
     Raises:
-        StorageError: no permission.
+        StorageError: no permission, a file system that is mounted read-only, or one that takes no files.
     """
     existing = _existing_part(spec.output_folder)
-    if existing.is_dir() and not os.access(existing, os.W_OK | os.X_OK):
+    if not existing.is_dir():
+        return
+    system = os.statvfs(existing)
+    if system.f_flag & os.ST_RDONLY:
+        raise StorageError(
+            f"output.path: {existing} is on a read-only file system; mount it for writing or choose another "
+            "output.path"
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise StorageError(
             f"output.path: no permission to write in {existing}; allow it or choose another output.path"
         )
+    if system.f_blocks == 0:
+        _try_to_create(existing)
+
+
+def _try_to_create(folder: Path) -> None:
+    """Of a file system without blocks, such as /proc, the permissions do not say whether it takes files."""
+    try:
+        with NamedTemporaryFile(dir=folder, prefix=TEMPORARY):
+            pass
+    except OSError as error:
+        raise StorageError(
+            f"output.path: no file can be created in {folder} ({error.strerror}); choose another output.path"
+        ) from error
 
 
 def _existing_part(folder: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from batchgen.cli.options import FOLDER
-from batchgen.grammar import counted
+from batchgen.grammar import how_many
 
 if TYPE_CHECKING:
     from batchgen.data.source import InputSet
@@ -76,7 +76,7 @@ def command(
         into_folder = path.is_dir() or (output or "").endswith("/")
         write = export.export_to_folder if into_folder else export.export_to_file
         rows = write(source, options, path, force=force)
-    click.echo(safe(f"{path}: {counted(rows, 'row')}"), err=True)
+    click.echo(safe(f"{path}: {how_many(rows, 'row')}"), err=True)
     return 0
 
 

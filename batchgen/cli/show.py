@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchgen.cli.options import AS_JSON, JOB, SET, print_json
-from batchgen.grammar import agreeing, counted
+from batchgen.grammar import agreeing, counted, how_many
 
 if TYPE_CHECKING:
     from batchgen.data.row import Row
@@ -93,10 +93,10 @@ def _find_row(inputs: InputSet, number: int, row_id: str | None) -> Row:
         return row
     if row_id is not None:
         raise UsageError(
-            f"--id {row_id}: {counted(count, 'row')} {agreeing(count, 'was', 'were')} searched and none "
+            f"--id {row_id}: {how_many(count, 'row')} {agreeing(count, 'was', 'were')} searched and none "
             "has this id; check it"
         )
-    raise UsageError(f"--row {number}: the input has {counted(count, 'row')}; count them from 0")
+    raise UsageError(f"--row {number}: the input has {how_many(count, 'row')}; count them from 0")
 
 
 def _search(inputs: InputSet, number: int, row_id: str | None) -> tuple[Row | None, int]:

@@ -16,7 +16,7 @@ from batchgen.data.prompt_values import pack_prompt_values
 from batchgen.data.record_lines import shown
 from batchgen.data.row_result import RowResult
 from batchgen.data.task_columns import ALL_TASK_COLUMNS
-from batchgen.grammar import counted
+from batchgen.grammar import counted, how_many
 from batchgen.job.attempts import read_attempts, versions
 from batchgen.job.changes import latest_drift, number_of
 from batchgen.job.counters import create_counters
@@ -152,9 +152,8 @@ def _compare(
         differing += bool(differences)
         for difference in differences:
             report.fault(f"row {one.row}: computed again, {difference}")
-    report.notes.append(
-        f"{counted(len(stored), 'row')} computed again, {len(stored) - differing:,} of them the same"
-    )
+    same = f", {len(stored) - differing:,} of them the same" if stored else ""
+    report.notes.append(f"{how_many(len(stored), 'row')} computed again{same}")
 
 
 def _differences(old: RowResult, new: RowResult, known: Iterable[str]) -> Iterable[str]:

@@ -274,7 +274,9 @@ def _refuse_results(path: Path) -> None:
     """Raises UsageError for a file that belongs to a job, whatever force is used."""
     place = path.resolve()
     for folder in map(JobFolder, place.parents):
-        if folder.manifest.exists() and folder.wrote(str(place)):
+        # Whoever reads the data set takes every file under data/ for a part of it.
+        own = folder.wrote(str(place)) or place.is_relative_to(folder.data)
+        if folder.manifest.exists() and own:
             raise UsageError(f"{path} is where a job keeps its own files; choose another --output")
 
 

@@ -235,10 +235,13 @@ def _validate(document: Document, model: type[Section], at: KeyPath, data: dict[
     try:
         return model.model_validate(data)
     except ValidationError as error:
+        # What the reader refused is null here, which is no fault of its own.
+        known = {fault.key for fault in document.faults}
         seen: set[KeyPath] = set()
         for detail in error.errors(include_url=False, include_context=False):
             path = _data_path(data, detail)
-            if path not in seen and not document.full:
+            refused = (*at, *path) in known and _at(data, path) is None
+            if path not in seen and not refused and not document.full:
                 seen.add(path)
                 _value_fault(document, model, at, data, path, missing=detail["type"] == "missing")
         return None

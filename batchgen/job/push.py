@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from batchgen.grammar import counted
+from batchgen.grammar import how_many
 from batchgen.job.files import atomic_write
 from batchgen.job.folder import JobFolder
 from batchgen.job.parts import PartCommit, recognise_parts
@@ -93,7 +93,7 @@ def push_folder(root: Path, target: HubTarget, format: str, say: Callable[[str],
         ) from error
     pushed = Pushed(target.repo, target.path_in_repo, target.revision, content, files, commit)
     atomic_write(_record(folder), json.dumps(asdict(pushed), indent=1).encode())
-    say(f"pushed {counted(len(files), 'file')} to the data set {target.repo}, commit {commit}")
+    say(f"pushed {how_many(len(files), 'file')} to the data set {target.repo}, commit {commit}")
     return pushed
 
 
@@ -139,7 +139,7 @@ def _commit(
         card = _card(target, format).encode()
         operations.append(CommitOperationAdd(path_in_repo=CARD, path_or_fileobj=card))
     rows = sum(part.rows for part in files.values())
-    message = f"Results of a batchgen job: {counted(rows, 'row')}"
+    message = f"Results of a batchgen job: {how_many(rows, 'row')}"
     return str(api.create_commit(operations=operations, commit_message=message, **place).oid)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from batchgen.grammar import agreeing, counted
+from batchgen.grammar import agreeing, how_many
 from batchgen.job.changes import RETRY, Change, stretches
 from batchgen.job.condition import DEFAULT, Condition
 from batchgen.job.drift import diff
@@ -61,7 +61,7 @@ def begin_retry(job: OpenJob, retry: Retry) -> None:
     total = job.rows_total()
     if total is None or committed < total:
         raise UsageError(
-            f"{job.folder.root}: {counted(committed, 'row')}{f' of {total:,}' if total is not None else ''} "
+            f"{job.folder.root}: {how_many(committed, 'row')}{f' of {total:,}' if total is not None else ''} "
             f"{agreeing(committed, 'is', 'are')} in "
             "parts; only a complete job is retried, so let `batchgen run` finish it first"
         )

@@ -13,7 +13,7 @@ from typing import Any
 from batchgen.data.id_decisions import recorded_decisions
 from batchgen.data.source import InputSet
 from batchgen.data.task_columns import ALL_TASK_COLUMNS
-from batchgen.grammar import agreeing, counted
+from batchgen.grammar import agreeing, counted, how_many
 from batchgen.job.changes import rows_by_number, told
 from batchgen.job.drift import check_drift
 from batchgen.job.files import storage
@@ -233,7 +233,7 @@ def _check_completeness(
         total = None if manifest.has_where else selection.most_rows(index.end)
         of = f" of {total:,}" if total is not None else ""
         report.fault(
-            f"{folder.root}: not complete: {counted(report.rows, 'row')}{of} "
+            f"{folder.root}: not complete: {how_many(report.rows, 'row')}{of} "
             f"{agreeing(report.rows, 'is', 'are')} in parts; run the job again"
         )
         return

@@ -103,7 +103,9 @@ class WorkerDeaths:
         if worker is self._dispatcher.apart:
             self._dispatcher.apart = None
             return self._died_apart(rows, in_step)
-        if not self._find_guilty or not rows:
+        if not rows:
+            return "it had no rows yet; starting another"
+        if not self._find_guilty:
             self._pool.put_back(rows)
             return f"starting another, which gets its {counted(len(rows), 'row')} again"
         if self._suspects.canary is None and (known := find_canary(self._job, self._columns)) is not None:

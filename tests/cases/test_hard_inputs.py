@@ -153,6 +153,8 @@ TRAPS: list[tuple[str, bytes, str]] = [
     ("overflowing float", b'{"prompt": "a", "x": 1e999}', "number_out_of_range"),
     ("5,000 digits", b'{"prompt": "a", "x": ' + b"9" * 5000 + b"}", "number_out_of_range"),
     ("deep", b'{"prompt": "a", "x": ' + b"[" * 3000 + b"]" * 3000 + b"}", "invalid_json"),
+    ("deep and torn", b'{"prompt": "a", "x": ' + b"[" * 3000, "invalid_json"),
+    ("infinite prompt", b'{"prompt": -Infinity}', "number_out_of_range"),
     ("duplicate key", b'{"prompt": "b", "prompt": "a"}', "ok"),
     ("trailing data", b'{"prompt": "a"} x', "invalid_json"),
     ("a list", b'["a"]', "invalid_json"),
@@ -165,6 +167,15 @@ def test_parsers_traps(place: Place, data: bytes, wanted: str) -> None:
     found = place.run(b'{"prompt": "before"}\n' + data + b'\n{"prompt": "after"}\n')
     assert [row["prompt"] for row in (found[0], found[2])] == ["before", "after"]
     assert wanted in classes(found)[1] or (wanted == "ok" and found[1]["prompt"] == "a")
+
+
+def test_traps_values_that_go_through(place: Place) -> None:
+    """Numbers that JSON does not have are null; of a key given twice the last value counts; noted."""
+    data = b'{"prompt": "a", "x": [NaN, -Infinity, {"y": Infinity}], "n": 18446744073709551616, "n": 2}\n'
+    (found,) = place.run(data)
+    assert (found["x"], found["n"]) == ([None, None, {"y": None}], 2)
+    report = place.call(["report", str(place.output), "--json"], 0)
+    assert all(note in report for note in ("duplicate_key", "nan_replaced"))
 
 
 def test_traps_bare_carriage_return(place: Place) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,3 +138,21 @@ def test_paths_that_cannot_be(
     Path("nowhere").symlink_to("gone")
     assert main(["run", job, "--set", settings]) == 2
     assert said.format(here=Path.cwd()) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["run", "validate"])
+def test_a_place_that_takes_no_files(write_job: Write, calls: list[Any], capsys: Captured, verb: str) -> None:
+    """Permissions say nothing of it, at least to root."""
+    assert main([verb, write_job(), "--set", "output.path=/proc/out"]) == 5
+    said = capsys.readouterr().err
+    assert re.search(r"output\.path: no .* in /proc", said)
+    assert calls == []
+
+
+def test_a_place_that_is_read_only(
+    write_job: Write, calls: list[Any], capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = write_job()
+    monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(f_flag=os.ST_RDONLY, f_blocks=1))
+    assert main(["run", job]) == 5
+    assert f"output.path: {Path.cwd()} is on a read-only file system" in capsys.readouterr().err

@@ -139,6 +139,16 @@ def pushes_that_fail(stage: Stage) -> None:
             del os.environ["HF_TOKEN"]
 
 
+def places_without_room(stage: Stage) -> None:
+    """Output folders where no file can be."""
+    # As for root.
+    with stage.patched((os, "access", lambda *arguments: True)):
+        stage.batchgen("validate job.yaml", 5, None, "output.path=/proc/out")
+    only_readable = SimpleNamespace(f_flag=os.ST_RDONLY, f_blocks=1)
+    with stage.patched((os, "statvfs", lambda place: only_readable)):
+        stage.batchgen("validate job.yaml", 5)
+
+
 def disks_that_fail(stage: Stage) -> None:
     """Files that cannot be read or written any more."""
     failing = _failing(errno.EIO)
@@ -172,5 +182,6 @@ def disks_that_fail(stage: Stage) -> None:
 
 
 ALL = [
-    *(results_in_a_store, servers_that_fail, models_on_the_hub, pushes_that_fail, disks_that_fail),
+    *(results_in_a_store, servers_that_fail, models_on_the_hub, pushes_that_fail),
+    *(places_without_room, disks_that_fail),
 ]

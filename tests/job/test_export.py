@@ -265,10 +265,12 @@ def test_each_format_has_a_file_name_of_its_own() -> None:
 
 
 OWN_FILES = ["data/part-000000.jsonl", ".batchgen/index/x", "manifest.json", "report.json", "_SUCCESS"]
+# Whoever reads the data set would take them for parts.
+AMONG_PARTS = ["data/extra.jsonl", "data/deeper/x.csv"]
 
 
-@pytest.mark.parametrize("place", OWN_FILES)
-def test_an_export_never_replaces_what_a_job_keeps(jobs: Path, place: str) -> None:
+@pytest.mark.parametrize("place", OWN_FILES + AMONG_PARTS)
+def test_an_export_never_touches_what_a_job_keeps(jobs: Path, place: str) -> None:
     """Not even by force: the results themselves would be gone."""
     folder = jobs / "jsonl-jsonl"
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -110,6 +110,16 @@ def test_an_engine_that_breaks_half_way_blames_no_row(tmp_path: Path) -> None:
     check(settings, set())
 
 
+@pytest.mark.parametrize("find_guilty", [True, False])
+def test_a_worker_that_dies_before_it_has_rows(tmp_path: Path, find_guilty: bool) -> None:
+    dies = {"faults": [{"do": "exit", "at_start": True, "times": 1}], "state": str(tmp_path / "state")}
+    settings = job(tmp_path, 20, worker=dies, options={"poison": find_guilty})
+    said: list[str] = []
+    assert run_here(settings, said).exit_code == 0
+    assert said[0].endswith("exit code 11; it had no rows yet; starting another")
+    check(settings, set(), 20)
+
+
 def test_a_worker_that_hangs_in_a_row_is_killed_and_the_row_found(tmp_path: Path) -> None:
     settings = job(
         tmp_path, worker=poison(tmp_path, 33, do="hang"), options={"hang_seconds": 0.4}, max_num_seqs=4
