@@ -37,6 +37,8 @@ class SamplingRow:
 
 def finite_rows(logits: torch.Tensor) -> torch.Tensor:
     """Which rows of `(R, V)` logits are free of NaN and infinity, `(R,)` bool."""
+    if not logits.numel():
+        return torch.ones(len(logits), dtype=torch.bool)
     # Least and greatest are found many times faster than every number is looked at, and NaN is both.
     return torch.isfinite(logits.amax(dim=-1)) & torch.isfinite(logits.amin(dim=-1))
 

@@ -121,6 +121,8 @@ def test_a_row_draws_the_same_alone_and_among_others(seed: int, t: float, top_p:
 def test_finite_rows() -> None:
     logits = torch.tensor([[1.0, 2.0], [math.nan, 0.0], [math.inf, 0.0], [0.0, -math.inf], [3e38, -3e38]])
     assert finite_rows(logits).tolist() == [True, False, False, False, True]
+    assert finite_rows(torch.empty(0, 0)).tolist() == []
+    assert finite_rows(torch.empty(0, 7)).tolist() == []
 
 
 def test_null_keys_take_the_models_defaults_only_if_it_samples() -> None:
