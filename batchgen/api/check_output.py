@@ -73,23 +73,27 @@ def _existing_part(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if os.path.lexists(path))
 
 
-def check_output_is_folder(spec: JobSpec) -> None:
-    folder = spec.output_folder
+def check_is_folder(folder: Path, key: str = "output.path") -> None:
+    """Whether there is a folder, or one can be made.
+
+    Args:
+        folder: absolute.
+        key: how messages name it.
+
+    Raises:
+        UsageError: something else is in its place.
+    """
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         pass
     except OSError as error:
-        raise UsageError(
-            f"output.path: {folder} cannot be a folder ({error.strerror}); choose another"
-        ) from error
+        raise UsageError(f"{key}: {folder} cannot be a folder ({error.strerror}); choose another") from error
     existing = _existing_part(folder)
     if existing.is_symlink() and not existing.exists():
-        raise UsageError(
-            f"output.path: {existing} is a symbolic link to nothing; make the folder it leads to"
-        )
+        raise UsageError(f"{key}: {existing} is a symbolic link to nothing; make the folder it leads to")
     if not existing.is_dir():
-        raise UsageError(f"output.path: {existing} is a file; give a folder")
+        raise UsageError(f"{key}: {existing} is a file; give a folder")
 
 
 def check_store(url: str) -> None:

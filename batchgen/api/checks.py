@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchgen.api.check_output import check_output_columns, check_output_is_folder, check_store
+from batchgen.api.check_output import check_is_folder, check_output_columns, check_store
 from batchgen.api.check_report import Report
 from batchgen.api.check_rows import check_priority, check_rows
 from batchgen.api.job_input import bind_prompt, open_job_input
@@ -66,7 +66,7 @@ def check_job(spec: JobSpec, report: Report, *, rows_for_ids: int, resume: bool 
             found.tokenizer_source = find_tokenizer(spec)
     if spec.sound("output.path"):
         with report.check("output", "path"):
-            check_output_is_folder(spec)
+            check_is_folder(spec.output_folder)
             if spec.output_url is not None:
                 check_store(spec.output_url)
     if spec.sound("output") and spec.output.push_to_hub is not None:

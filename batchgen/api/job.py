@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from batchgen.api.arguments import local_path
 from batchgen.api.results import Results
-from batchgen.job.load import Override, job_from_values, load_job
-from batchgen.types import BatchgenError
+from batchgen.job.faults import show_value
+from batchgen.job.load import job_from_values, load_job
+from batchgen.job.python_values import overrides_of, plain_values
+from batchgen.types import BatchgenError, UsageError
 
 if TYPE_CHECKING:
     from batchgen.api.checks import Prepared
@@ -64,29 +67,32 @@ class Job:
 
     Args:
         values: the keys of a job file, nested as there; relative paths are relative to the working folder.
+            A path may be an `os.PathLike`.
 
     Raises:
         UsageError: lists every fault.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self.spec = job_from_values(values, Path.cwd())
+        if not isinstance(values, Mapping):
+            raise UsageError(
+                f"Job: {show_value(values)} is not a dict with the keys of a job file; give one, or load a "
+                "job file with bg.Job.from_yaml(path)"
+            )
+        self.spec = job_from_values(plain_values(values), Path.cwd())
 
     @classmethod
-    def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
+    def from_yaml(cls, path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Self:
         """A job file.
 
         Args:
             path: of the file.
-            overrides: dotted keys to values, as with `--set`.
+            overrides: dotted keys to values, as with `--set`; a path may be an `os.PathLike`.
 
         Raises:
             UsageError: lists every fault.
         """
-        given = [
-            Override(key, json.dumps(value), f"override {key}") for key, value in (overrides or {}).items()
-        ]
-        return cls.from_spec(load_job(path, given))
+        return cls.from_spec(load_job(local_path("path", path), overrides_of(overrides)))
 
     @classmethod
     def from_spec(cls, spec: JobSpec) -> Self:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Self
 
+from batchgen.api.arguments import path_text
 from batchgen.api.task_results import Classified, Embedding, Loglikelihood, Perplexity
 from batchgen.engine.build import Engine, build_engine, load_tokenizer, source_folder
 from batchgen.engine.config import EngineConfig
@@ -57,9 +59,9 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         *,
-        tokenizer: str | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
         generation_defaults: str = "model",
         chat_template: str | None = None,
         **engine: Any,
@@ -71,7 +73,10 @@ class LLM:
         known = {field.name for field in dataclasses.fields(EngineConfig)}
         for name in engine.keys() - known:
             raise UsageError(f"LLM: {name!r} is not an argument; use any of {', '.join(sorted(known))}")
-        config = EngineConfig(**{"model": model, "tokenizer": tokenizer, "task": "auto", **engine})
+        places = {"model": path_text("model", model)}
+        if tokenizer is not None:
+            places["tokenizer"] = path_text("tokenizer", tokenizer)
+        config = EngineConfig(**{"task": "auto", **places, **engine})
         self._chat_template = chat_template
         self._tokenizer = load_tokenizer(config)
         self._open: Engine | None = build_engine(config, self._tokenizer)

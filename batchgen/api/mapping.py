@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from batchgen.api.answers import Lazily, StreamAnswers, answers
+from batchgen.api.arguments import new_columns, own_folder, split_folder
+from batchgen.api.check_output import check_is_folder
 from batchgen.api.job import Job, JobResult
 from batchgen.api.spool import ID, Spool, map_folder, new_workplace, spool_dataset, spool_stream
+from batchgen.job.python_values import plain_values
 from batchgen.text.prompt_spec import spec_from_sections
 from batchgen.types import DriftError, StoppedError, UsageError
 
@@ -20,12 +23,13 @@ if TYPE_CHECKING:
 
 DataT = TypeVar("DataT")
 _SECTIONS = ("run", "engine")
+_OUT = "out"
 
 
 def map(
     dataset: DataT,
     *,
-    model: str | Mapping[str, Any],
+    model: str | os.PathLike[str] | Mapping[str, Any],
     prompt: str | Mapping[str, Any] | None = None,
     output_column: str = "generated_text",
     error_column: str | None = None,
@@ -42,9 +46,9 @@ def map(
     answers. What it keeps for that lies under batchgen's cache folder, or in `output`.
 
     Args:
-        dataset: a `datasets.Dataset`, `IterableDataset`, or a dict of either (each split is one job). An
-            `IterableDataset` is run as a whole when the result is first iterated; it must give the same rows
-            each time, and end (see its `take`).
+        dataset: a `datasets.Dataset`, `IterableDataset`, or a dict of either: each split is one job,
+            kept in a folder of its name in `output`. An `IterableDataset` is run as a whole when the result
+            is first iterated; it must give the same rows each time, and end (see its `take`).
         model: hub id, folder or GGUF file, or the `model` section of a job file.
         prompt: Jinja template of the user turn over the columns, or the `prompt` section of a job file;
             None: a column `messages` or `prompt`.
@@ -80,16 +84,15 @@ def map(
         **sections,
     }
     call = _Call(
-        {key: value for key, value in values.items() if value is not None},
-        output_column,
-        error_column or f"{output_column}_error",
+        plain_values({key: value for key, value in values.items() if value is not None}),
+        new_columns(output_column, error_column),
         resume,
-        None if output is None else Path(output),
+        None if output is None else own_folder("map: output", output),
         launch,
     )
     if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
-        parts = {split: call.of_split(split).over(part) for split, part in dataset.items()}
-        return cast(DataT, type(dataset)(parts))
+        calls = {split: call.of_split(split) for split in dataset}
+        return cast(DataT, type(dataset)({split: calls[split].over(part) for split, part in dataset.items()}))
     return cast(DataT, call.over(dataset))
 
 
@@ -99,22 +102,21 @@ class _Call:
     def __init__(
         self,
         values: dict[str, Any],
-        output_column: str,
-        error_column: str,
+        columns: tuple[str, str],
         resume: bool,
         output: Path | None,
         launch: Launcher | None,
     ) -> None:
         self._values = values
-        self._columns = (output_column, error_column)
+        self._columns = columns
         self._resume = resume
         self._output = output
         self._launch = launch
 
     def of_split(self, split: str) -> _Call:
         """The same call for one split, in a folder of its own."""
-        output = None if self._output is None else self._output / split
-        return _Call(self._values, *self._columns, self._resume, output, self._launch)
+        output = None if self._output is None else split_folder(self._output, split)
+        return _Call(self._values, self._columns, self._resume, output, self._launch)
 
     def over(self, dataset: Any) -> Any:
         import datasets
@@ -132,7 +134,7 @@ class _Call:
         import datasets
 
         needed = self._needed(dataset.column_names)
-        with new_workplace() as workplace:
+        with new_workplace(self._output) as workplace:
             result = self._run(spool_dataset(dataset, needed, workplace))
         if not len(dataset):
             # Which `concatenate_datasets` leaves out, columns and all.
@@ -144,7 +146,7 @@ class _Call:
 
         def run(names: list[str]) -> StreamAnswers:
             needed = self._needed(names)
-            with new_workplace() as workplace:
+            with new_workplace(self._output) as workplace:
                 spool = spool_stream(dataset, needed, workplace)
                 result = self._run(spool)
             return StreamAnswers(answers(result, self._columns), needed, spool.kept_in(self._folder(spool)))
@@ -155,8 +157,10 @@ class _Call:
         """The columns that the job reads, in the data set's order.
 
         Raises:
-            UsageError: one is missing, or a new column's name is taken.
+            UsageError: one is missing, a new column's name is taken, or the call's folder can be none.
         """
+        if self._output is not None:
+            check_is_folder(self._output / _OUT, "map: output")
         for argument, column in zip(("output_column", "error_column"), self._columns, strict=True):
             if column in names:
                 raise UsageError(
@@ -176,7 +180,7 @@ class _Call:
             {
                 **self._values,
                 "input": {"path": str(spool.keep(folder)), "id": ID, "columns": []},
-                "output": {"path": str(folder / "out"), "include": []},
+                "output": {"path": str(folder / _OUT), "include": []},
             }
         )
         try:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.api.arguments import local_path
 from batchgen.grammar import counted
+from batchgen.job.faults import show_value
 from batchgen.job.folder import JobFolder
 from batchgen.job.manifest import require_manifest
 from batchgen.job.part_reader import open_lines
 from batchgen.job.parts import Counts, recognise_parts
 from batchgen.job.success import refuse_lost
-from batchgen.types import Status
+from batchgen.types import Status, UsageError
 
 if TYPE_CHECKING:
     import datasets
@@ -31,7 +33,7 @@ def open(folder: str | os.PathLike[str]) -> Results:
     Raises:
         UsageError: it is not an output folder.
     """
-    results = Results(Path(folder))
+    results = Results(local_path("folder", folder))
     require_manifest(JobFolder(results.folder))
     return results
 
@@ -84,20 +86,26 @@ class Results:
         """All rows as one Arrow table.
 
         Args:
-            columns: those to read; None: all. Of JSON lines, a column whose values share no Arrow type is
-                JSON text.
+            columns: those to read; None: all. Of Parquet, a member is one too (`usage.prompt_tokens`).
+                Of JSON lines, a column whose values share no Arrow type is JSON text.
+
+        Raises:
+            UsageError: no row has such a column.
         """
         import pyarrow as pa
 
         files = self.files
+        self._require(columns, files)
         if any(file.suffix != ".parquet" for file in files):
             return _table_of(list(chain.from_iterable(map(_rows, files))), columns)
         tables = [_table(file, columns) for file in files]
         return pa.concat_tables(tables, promote_options="default") if tables else pa.table({})
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """The rows as Arrow batches, part by part."""
-        for file in self.files:
+        """The rows as Arrow batches, part by part. Columns, and errors, as of `table`."""
+        files = self.files
+        self._require(columns, files)
+        for file in files:
             yield from _table(file, columns).to_batches()
 
     def errors(self) -> list[dict[str, Any]]:
@@ -119,12 +127,53 @@ class Results:
         """Our columns by what this job calls them."""
         return dict(require_manifest(JobFolder(self.folder)).output_plan["names"])
 
+    def _require(self, columns: Sequence[str] | None, files: Sequence[Path]) -> None:
+        """Raises UsageError where rows have no such columns, and nothing while there are no rows."""
+        if columns is None:
+            return
+        if isinstance(columns, str) or not isinstance(columns, Sequence):
+            raise UsageError(
+                f"columns: {show_value(columns)} is not a list of names; give one, or None for all"
+            )
+        # A line leaves out a member that it has no value for.
+        lines = any(file.suffix != ".parquet" for file in files)
+        known = dict.fromkeys(self.columns.values() if lines else ())
+        for file in files:
+            if all(column in known for column in columns):
+                return
+            known.update(dict.fromkeys(_names(file)))
+        for column in columns if files else ():
+            if column not in known:
+                raise UsageError(
+                    f"columns: the output has no column {show_value(column)}; there are {', '.join(known)}"
+                )
+
     def __repr__(self) -> str:
         counts = self.counts
         return (
             f"{type(self).__name__}({str(self.folder)!r}: {counted(counts.rows, 'row')}, {counts.ok:,} ok, "
             f"{counts.error:,} error, {counts.skipped:,} skipped)"
         )
+
+
+def _names(file: Path) -> Iterator[str]:
+    if file.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        yield from _dotted(pq.read_schema(file))
+    else:
+        for row in _rows(file):
+            yield from row
+
+
+def _dotted(fields: Iterable[pa.Field], before: str = "") -> Iterator[str]:
+    """Names of columns, each followed by those of its members, as Arrow's readers take them."""
+    import pyarrow as pa
+
+    for field in fields:
+        yield before + field.name
+        if pa.types.is_struct(field.type):
+            yield from _dotted(field.type, f"{before}{field.name}.")
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:

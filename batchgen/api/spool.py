@@ -58,18 +58,26 @@ class Spool:
 
 
 @contextmanager
-def new_workplace() -> Iterator[Path]:
-    """A folder on the file system of the cache, gone afterwards."""
-    place = cache_dir() / "map"
-    place.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=place) as folder:
+def new_workplace(output: Path | None) -> Iterator[Path]:
+    """A folder that is gone afterwards, on the file system of the call's folder so that files can move there.
+
+    Args:
+        output: the call's folder, made if it is not there; None: one of the cache.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    place = output or cache_dir() / "map"
+    with storage(place):
+        place.mkdir(parents=True, exist_ok=True)
+        workplace = tempfile.TemporaryDirectory(prefix=".new-", dir=place)
+    with workplace as folder:
         yield Path(folder)
 
 
 def map_folder(call: Mapping[str, Any], spool: Spool) -> Path:
     """Where the job of a call over these rows is kept: calls with equal results find it again."""
-    # Keys become strings first, as in the job, so that they can be sorted.
-    values = json.loads(json.dumps({key: call[key] for key in call.keys() - {"run", "engine"}}))
+    values = {key: call[key] for key in call.keys() - {"run", "engine"}}
     text = json.dumps(values, sort_keys=True)
     key = blake2b(f"{text}\n{spool.digest}".encode(), digest_size=_DIGEST_BYTES).hexdigest()
     return cache_dir() / "map" / key

@@ -112,14 +112,8 @@ def job_from_values(values: Mapping[str, Any], folder: Path) -> JobSpec:
     Raises:
         UsageError: lists every fault.
     """
-    try:
-        # JSON is YAML, so that a dict is held to the same rules as a file.
-        text = json.dumps(values, indent=1)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"the job holds what a job file cannot hold ({error}); use text, numbers, lists and dicts"
-        ) from error
-    document = parse_document(text, "job")
+    # JSON is YAML, so that a dict is held to the same rules as a file.
+    document = parse_document(json.dumps(values, indent=1), "job")
     document.folders["job"] = folder
     expand_shorthands(document)
     return _load(document, folder / "job", ())

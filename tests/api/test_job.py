@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_engine import launcher
@@ -108,11 +109,85 @@ def test_overrides_are_values(place: Path) -> None:
     assert job.spec.prompt.user == "{{ n }}: 'x'"
 
 
+def test_paths_are_taken_wherever_a_path_is_meant(place: Path, tmp_path: Path) -> None:
+    job = bg.Job({"model": place / "model", "input": [place / "in.jsonl"], "output": {"path": tmp_path}})
+    assert job.spec.model.path == str(place / "model")
+    assert job.spec.input.path == (str(place / "in.jsonl"),)
+    assert job.spec.output_folder == tmp_path
+    changed = bg.Job.from_yaml(
+        place / "job.yaml", {"output.path": tmp_path, "input.path": [place / "in.jsonl"]}
+    )
+    assert changed.spec.output_folder == tmp_path
+    assert changed.spec.input.path == (str(place / "in.jsonl"),)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["input.limit=3"], "overrides: .* is not a dict; use one from dotted keys to values"),
+        ("input.limit=3", "overrides: 'input.limit=3' is not a dict"),
+        ({3: 3}, "overrides: 3 is not a key; use a dotted one, such as 'input.limit'"),
+        ({"": 3}, "overrides: '' is not a key"),
+        ({"input..limit": 3}, "overrides: 'input..limit' is not a key"),
+        ({"input.limit": {3}}, r"override\.input\.limit: \{3\} is of type set, which a job file cannot hold"),
+        ({"input.limit": float("nan")}, r"input\.limit: .* is not allowed"),
+        ({"run": {("a",): 3}}, "override.run: .* is a key and not text"),
+    ],
+)
+def test_overrides_that_are_none_are_told(place: Path, overrides: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        bg.Job.from_yaml(place / "job.yaml", overrides)
+
+
+@pytest.mark.parametrize("values", ["job.yaml", Path("job.yaml"), None, 3, ["a"]], ids=repr)
+def test_a_job_that_is_no_dict_is_led_to_from_yaml(values: Any) -> None:
+    with pytest.raises(UsageError, match=r"^Job: .* load a job file with bg\.Job\.from_yaml\(path\)$"):
+        bg.Job(values)
+
+
+def test_a_job_that_holds_itself_is_refused() -> None:
+    values: dict[str, Any] = {}
+    values["model"] = values
+    with pytest.raises(UsageError, match="the job is nested too deep for a job file, or holds itself"):
+        bg.Job(values)
+
+
+@pytest.mark.parametrize("path", [None, 3, "", "a\0b"], ids=repr)
+def test_what_is_no_path_is_told(path: Any) -> None:
+    with pytest.raises(UsageError, match=r"^path: "):
+        bg.Job.from_yaml(path)
+    with pytest.raises(UsageError, match=r"^folder: "):
+        bg.open(path)
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_columns_that_no_row_has_are_refused(
+    finished: tuple[bg.JobResult, list[Progress]], place: Path, tmp_path: Path, format: str
+) -> None:
+    results: bg.Results = finished[0]
+    if format == "jsonl":
+        changes = {"output.path": tmp_path / "out", "output.format": format}
+        results = bg.Job.from_yaml(place / "job.yaml", overrides=changes).run(launch=launcher())
+    for read in (results.table, lambda columns: list(results.batches(columns))):
+        with pytest.raises(
+            UsageError, match=r"columns: the output has no column 'nope'; there are row, .*, usage"
+        ):
+            read(["row", "nope"])
+        with pytest.raises(UsageError, match="the output has no column 3; there are row"):
+            read([3])
+        with pytest.raises(UsageError, match="columns: 'row' is not a list of names"):
+            read("row")
+    assert results.table(["error"]).num_rows == ROWS
+    assert results.table([]).num_columns == 0
+    if format == "parquet":
+        assert results.table(["usage.prompt_tokens"]).num_columns == 1
+
+
 def test_faults_are_found_without_running(place: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"job:\d+:\d+: sampling.temperatur is not a known key"):
         bg.Job({"model": "m", "input": "x.jsonl", "output": "o", "sampling": {"temperatur": 1}})
-    with pytest.raises(UsageError, match="cannot hold"):
-        bg.Job({"model": place})
+    with pytest.raises(UsageError, match="model: b'm' is of type bytes, which a job file cannot hold"):
+        bg.Job({"model": b"m"})
     job = bg.Job(
         {"model": str(place / "model"), "input": str(tmp_path / "no.jsonl"), "output": str(tmp_path)}
     )

@@ -229,6 +229,21 @@ def test_a_stopped_call_says_so_and_continues(call: dict[str, Any]) -> None:
         ({"prompt": "{{ promt }}"}, "no column 'promt'; did you mean 'prompt'"),
         ({"sampling": {"temperatur": 1}}, "did you mean sampling.temperature"),
         ({"input": {"limit": 3}}, "map: 'input' is not an argument"),
+        ({"output_column": ""}, "map: output_column: '' is not the name of a column; give text"),
+        ({"output_column": None}, "map: output_column: null is not the name of a column"),
+        ({"error_column": 3}, "map: error_column: 3 is not the name of a column; give text"),
+        ({"error_column": ""}, "map: error_column: '' is not the name of a column"),
+        ({"error_column": "summary"}, "error_column: 'summary' is the output_column too; give another name"),
+        ({"output": 3}, "map: output: 3 is not a path; give text or a pathlib.Path"),
+        ({"output": ""}, "map: output: '' is a name that no file can have"),
+        ({"output": "a\0b"}, "map: output: .* is a name that no file can have"),
+        ({"output": "s3://bucket/x"}, "map: output: .* is not a folder of this machine"),
+        ({"output": __file__}, r"map: output: .*test_map\.py is a file; give a folder"),
+        ({"output": f"{__file__}/x"}, r"map: output: .*test_map\.py is a file; give a folder"),
+        ({"model": 3.5}, "model"),
+        ({"model": {"path": b"m"}}, r"model\.path: b'm' is of type bytes, which a job file cannot hold"),
+        ({"sampling": {"stop": [{1}]}}, r"sampling\.stop\[0\]: \{1\} is of type set"),
+        ({"sampling": {"logit_bias": {True: 1}}}, r"sampling\.logit_bias: true is a key and not text"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(
@@ -236,6 +251,44 @@ def test_what_is_wrong_is_said_before_anything_runs(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         bg.map(Dataset.from_list(ROWS), **{**call, **change})
+
+
+NO_FOLDERS = ["..", ".", "", "a/b", "/tmp", "../x", "a\\b", "a\0b", "a\nb", "\ud800", "é" * 200]
+
+
+@pytest.mark.parametrize("split", NO_FOLDERS, ids=range(len(NO_FOLDERS)))
+def test_a_split_never_leaves_the_output_folder(call: dict[str, Any], tmp_path: Path, split: str) -> None:
+    """Not even the splits before it run."""
+    launches = Launches()
+    source = Dataset.from_list(ROWS[:4])
+    output = tmp_path / "kept" / "here"
+    with pytest.raises(UsageError, match=r"map: the split .* has a name that no folder in output can have"):
+        bg.map(
+            DatasetDict({"train": source, split: source}), **{**call, "launch": launches, "output": output}
+        )
+    assert launches.count == 0
+    assert not output.parent.exists()
+
+
+def test_splits_with_an_output_have_folders_in_it(call: dict[str, Any], tmp_path: Path) -> None:
+    source = Dataset.from_list(ROWS[:2])
+    bg.map(DatasetDict({"train": source}), **{**call, "output": tmp_path / "kept"})
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["train"]
+    assert not list((tmp_path / "kept" / "train").glob(".*"))
+    assert len(bg.open(tmp_path / "kept" / "train" / "out")) == 2
+    # What is copied is never moved between file systems: the cache may lie on another.
+    assert not (tmp_path / "cache" / "map").exists()
+
+
+def test_a_path_is_as_good_as_its_text(call: dict[str, Any]) -> None:
+    launches = Launches()
+    call["launch"] = launches
+    source = Dataset.from_list(ROWS[:4])
+    expected = bg.map(source, **call).to_list()
+    model = Path(call["model"])
+    assert bg.map(source, **{**call, "model": model}).to_list() == expected
+    assert launches.count == 1
+    assert len(bg.map(source, **{**call, "model": {"path": model, "tokenizer": model}})) == 4
 
 
 def test_other_things_are_no_data_sets(call: dict[str, Any]) -> None:

@@ -32,7 +32,14 @@ def calls_of_map(stage: Stage) -> None:
     wrong([{"prompt": "a"}])
     wrong(data, output_column="prompt")
     wrong(data, sampling={"stop": {1, 2}})
-    wrong(data, model=Path("model"))
+    wrong(data, sampling={("a", "b"): 1})
+    wrong(data, output_column="")
+    wrong(data, error_column="out")
+    wrong(data, output=3)
+    wrong(data, output="")
+    wrong(data, output="s3://bucket/out")
+    wrong(data, output="job.yaml")
+    wrong(datasets.DatasetDict({"..": data}), output="kept")
 
 
 def streams(stage: Stage) -> None:
@@ -51,7 +58,21 @@ def streams(stage: Stage) -> None:
 
 def jobs_as_values(stage: Stage) -> None:
     """Jobs that no job file could hold."""
-    stage.python(UsageError, lambda: bg.Job({"model": object(), "input": "prompts.jsonl", "output": "out"}))
+    stage.python(UsageError, lambda: bg.Job({"model": b"m", "input": "prompts.jsonl", "output": "out"}))
+    stage.python(UsageError, lambda: bg.Job("job.yaml"))  # type: ignore[arg-type]
+    endless: dict[str, Any] = {}
+    endless["model"] = endless
+    stage.python(UsageError, lambda: bg.Job(endless))
+    for overrides in (["input.limit=3"], {3: 3}):
+        stage.python(UsageError, lambda o=overrides: bg.Job.from_yaml("job.yaml", o))
+
+
+def columns_of_results(stage: Stage) -> None:
+    """Columns that no row has."""
+    stage.batchgen("run job.yaml", 0)
+    results = bg.open("out")
+    for columns in (["nope"], "row"):
+        stage.python(UsageError, lambda c=columns: results.table(c))
 
 
 def engines_in_this_process(stage: Stage) -> None:
@@ -61,6 +82,7 @@ def engines_in_this_process(stage: Stage) -> None:
     def wrong(model: str = "tiny", **arguments: Any) -> None:
         stage.python(UsageError, lambda: bg.LLM(model, **{"attention": "reference", **arguments}))
 
+    wrong(5)  # type: ignore[arg-type]
     wrong(generation_defaults="some")
     wrong(max_len=3)
     wrong(max_model_len=1_000_000)
@@ -193,6 +215,7 @@ ALL = [
     calls_of_map,
     streams,
     jobs_as_values,
+    columns_of_results,
     engines_in_this_process,
     readers_that_break,
     models_that_do_not_load,
