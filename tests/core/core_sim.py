@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from batchgen.core.block import KVCacheBlock
@@ -177,6 +177,8 @@ class Sim:
         sampled = {i: token for i, token in sampled.items() if early or i not in tainted}
         if not early:
             self.scheduler.update(output, sampled)
+            # Who is done is so, though a block of the same name as a bad one makes it look like a sharer.
+            self._finish_done(output, tainted)
         sharers = self.scheduler.poison(bad_id, bad.start if exact else 0)
         self.scheduler.check()
         assert tainted <= {bad_id, *sharers}, f"{tainted} depend on {bad_id}, only {sharers} were preempted"
@@ -184,7 +186,8 @@ class Sim:
             self.scheduler.update(output, sampled)
         self._forget_chain(bad.request, bad.start if exact else 0)
         del self.expected[bad_id]
-        self._finish_done(output)
+        if early:
+            self._finish_done(output)
         self.scheduler.check()
         executed["poisoned"] += 1
 
@@ -349,12 +352,14 @@ class Sim:
                 value = self.memory.get(source * size + offset, ("never written", -3, -3))
                 self.memory[destination * size + offset] = value
 
-    def _finish_done(self, output: SchedulerOutput) -> None:
-        for scheduled in output.scheduled:
+    def _finish_done(self, output: SchedulerOutput, tainted: Container[int] = ()) -> None:
+        """Drop the requests that are done; those that are tainted got nothing of this step."""
+        scheduled_well = [s for s in output.scheduled if s.request.request_id not in tainted]
+        for scheduled in scheduled_well:
             request, stop = scheduled.request, scheduled.start + scheduled.num_tokens
             if request.state is RequestState.RUNNING:
                 request.num_read += len(request.reads(scheduled.start, stop))
-        for scheduled in output.scheduled:
+        for scheduled in scheduled_well:
             request = scheduled.request
             if request.num_forks and request.state is RequestState.RUNNING and scheduled.samples:
                 self._fork(request, range(request.num_forks), extra=4)
