@@ -11,10 +11,12 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from functools import wraps
+from types import CodeType
 from typing import Any
 
-from jinja2 import TemplateRuntimeError, nodes, pass_context
+from jinja2 import TemplateRuntimeError, TemplateSyntaxError, nodes, pass_context
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -213,7 +215,29 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """The syntax tree, with every loop and every `~` counted."""
-        return _count(super()._parse(source, name, filename))
+        with _not_too_deep():
+            return _count(super()._parse(source, name, filename))
+
+    def _generate(self, *args: Any, **kwargs: Any) -> str:
+        with _not_too_deep():
+            return super()._generate(*args, **kwargs)
+
+    def _compile(self, source: str, filename: str) -> CodeType:
+        with _not_too_deep():
+            return super()._compile(source, filename)
+
+
+@contextmanager
+def _not_too_deep() -> Iterator[None]:
+    """Jinja and Python descend into what is nested by calling themselves, and give up at some depth.
+
+    Raises:
+        TemplateSyntaxError: they did.
+    """
+    try:
+        yield
+    except (RecursionError, MemoryError, SyntaxError) as error:
+        raise TemplateSyntaxError("it is nested too deeply", 1) from error
 
 
 def _count(tree: nodes.Template) -> nodes.Template:

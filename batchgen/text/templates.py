@@ -59,12 +59,12 @@ class JobTemplate:
             self._template = _ENVIRONMENT.from_string(source)
             # Jinja copies it for every rendering, and would build it from a chain of dicts each time.
             self._template.globals = dict(_ENVIRONMENT.globals)
+            self.columns = frozenset(meta.find_undeclared_variables(tree)) - frozenset(_ENVIRONMENT.globals)
         except TemplateSyntaxError as error:
             said = (error.message or "").rstrip(".")
             raise UsageError(
                 f"{name}: line {error.lineno} of the template: {said}; correct it there"
             ) from error
-        self.columns = frozenset(meta.find_undeclared_variables(tree)) - frozenset(_ENVIRONMENT.globals)
 
     def render(self, columns: Mapping[str, Any]) -> str:
         """The text for one row.

@@ -46,6 +46,8 @@ def test_every_example_is_valid(file: Path) -> None:
         "run: {grace: 20, max_errors: 0.1}\nengine: {kv_cache_memory: 4GB}\n",
         "run: {order: '${env:ORDER:-prefix}', grace: '${env:GRACE:-3s}'}\n",
         "sampling: {stop: ['a', b], top_p: 1, temperature: 0}\nname: x\n",
+        "run: {metrics: 9400}\n",
+        "run: {metrics: '0.0.0.0:9400'}\n",
         "include: []\n",
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from batchgen.text.sandbox import MAX_STEPS, LimitedEnvironment, TemplateLimit
 from batchgen.text.templates import JobTemplate
-from batchgen.types import ErrorClass, RowFailure
+from batchgen.types import ErrorClass, RowFailure, UsageError
 
 HUGE = {
     "product of a text": "{{ 'x' * 10**9 }}",
@@ -112,3 +112,20 @@ def test_numbers_that_are_none() -> None:
     with pytest.raises(RowFailure, match="NaN or an infinity") as failure:
         JobTemplate("prompt.user", "{{ x }}").render({"x": float("nan")})
     assert failure.value.error.error_class is ErrorClass.NUMBER_OUT_OF_RANGE
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "[" * 500 + "]" * 500 + " }}",
+        "{{ " + "(" * 300 + "1" + ")" * 300 + " }}",
+        "{{ " + "not " * 5000 + " x }}",
+        "{% if x %}" * 300 + "{% endif %}" * 300,
+        "{% for a in b %}" * 30 + "{% endfor %}" * 30,
+        "{{ x" + "|upper" * 3000 + " }}",
+    ],
+    ids=["lists", "parentheses", "words", "conditions", "loops", "filters"],
+)
+def test_what_is_nested_too_deeply_is_told(source: str) -> None:
+    with pytest.raises(UsageError, match=r"prompt\.user: .* nested too deeply"):
+        JobTemplate("prompt.user", source)

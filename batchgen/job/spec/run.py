@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from batchgen.job.gates import Gate
 from batchgen.job.spec.section import Rule, Section
 from batchgen.job.spec.values import (
     COUNT,
     DURATION,
+    Address,
     Auto,
     Bytes,
     Count,
@@ -19,7 +20,6 @@ from batchgen.job.spec.values import (
     Share,
     Text,
 )
-from batchgen.job.units import parse_address
 
 
 def _gates(value: dict[str, str] | None) -> dict[str, str] | None:
@@ -58,7 +58,7 @@ class RunSpec(Section):
         Literal["auto", "bar", "plain", "json", "none"], Rule("auto, bar, plain, json or none")
     ] = "auto"
     metrics: Annotated[
-        Annotated[str, BeforeValidator(parse_address)] | None,
+        Address | None,
         Rule("null, a port of this machine such as 9400, or host:port such as 0.0.0.0:9400"),
     ] = None
     cost: Annotated[

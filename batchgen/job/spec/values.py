@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from batchgen.job.units import parse_duration, parse_share, parse_size
+from batchgen.job.units import parse_address, parse_duration, parse_share, parse_size
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -51,6 +51,11 @@ Duration = BeforeValidator(
 )
 Size = BeforeValidator(parse_size, json_schema_input_type=int | Annotated[str, Field(pattern=r"^\s*\d")])
 Share = BeforeValidator(parse_share, json_schema_input_type=float | Annotated[str, Field(pattern=r"\d ?%$")])
+_Port = Annotated[int, Field(ge=0, le=65535)]
+Address = Annotated[
+    str,
+    BeforeValidator(parse_address, json_schema_input_type=_Port | Annotated[str, Field(pattern=r"\d\s*$")]),
+]
 Seconds = Annotated[float, Duration, AfterValidator(_not_negative)]
 PositiveSeconds = Annotated[float, Duration, AfterValidator(_positive)]
 Bytes = Annotated[int, Size, AfterValidator(_not_negative)]
