@@ -125,8 +125,8 @@ def find_row_multiple(
         max_logits_rows: most of them that sample.
     """
     products = distinct_products(model, modules)
-    for factor in (1, 2, 4) if products else (0, 1, 2, 4):
-        multiple = max(1, ROWS_PER_THREAD * threads * factor)
+    for factor in (1, 2, 4):
+        multiple = ROWS_PER_THREAD * threads * factor
         if all(
             rows_are_independent(p, multiple, max_logits_rows if p.is_head else max_tokens) for p in products
         ) and activations_are_independent(modules, multiple, max_tokens):

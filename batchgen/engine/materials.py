@@ -35,6 +35,8 @@ KV_DTYPE_NAMES = {**DTYPES, "int8": torch.int8}
 _WITHOUT_LOGITS = frozenset({Task.EMBED, Task.CLASSIFY})
 """Tasks for which a model is loaded without what makes logits of tokens."""
 _FUSED_CACHES = ("float32", "int8")
+_LANES = 16
+"""Numbers in the widest vector that torch has."""
 _ROUNDED_CACHE = 0.1
 """As `ROUNDED`, where nothing but the cache is coarser."""
 
@@ -185,6 +187,8 @@ class Materials:
     def _row_multiple(self) -> int | None:
         """Rows to pad to, or None where there is no number that makes the model invariant."""
         model = self._loaded.model
+        if self.substitutes and self.substitutes.decoder and self._rows_are_whole_vectors():
+            return 1
         if self._threads > 2:
             make_activations_rowwise(model)
         multiple = find_row_multiple(
@@ -197,6 +201,13 @@ class Materials:
         if multiple is not None:
             make_experts_rowwise(model, multiple)
         return multiple
+
+    def _rows_are_whole_vectors(self) -> bool:
+        """Whether torch computes the rotation of every position in whole vectors.
+
+        What is left at the end of a tensor it computes one by one, with other bits.
+        """
+        return all(layer.spec.head_size % _LANES == 0 for layer in self._layers)
 
 
 def _against_the_program(difference: float | None, limit: float) -> str | None:

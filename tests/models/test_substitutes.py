@@ -96,3 +96,11 @@ def test_suspended_substitutes_compute_as_transformers_do() -> None:
         ours, theirs = model(ids).logits, original(ids).logits
     assert not torch.equal(ours, theirs)
     assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "is_alone"), [("llama", True), ("qwen3", False), ("gemma2", False)])
+def test_rows_are_padded_where_torch_computes(name: str, is_alone: bool, tmp_path: Path) -> None:
+    """The end of a tensor that is no whole vector has other bits: soft caps of 259 logits, 24 rotations."""
+    multiple = make_engine(family(name).save(tmp_path), max_model_len=128).facts["row_multiple"]
+    assert (multiple == 1) is is_alone
+    assert multiple % (1 if is_alone else 4) == 0
