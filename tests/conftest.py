@@ -1,11 +1,14 @@
 """Settings and fixtures for all tests."""
 
+import contextlib
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -46,3 +49,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["StandInHub
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub_cache"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         yield server
+
+
+@pytest.fixture
+def launched() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that are ended with their workers, and their pipes closed, whatever the test does."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children():
+                child.kill()
+        process.kill()
+        process.communicate()

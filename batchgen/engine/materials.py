@@ -120,12 +120,14 @@ class Materials:
         )
 
     def _budget(self, layout: KVCacheLayout) -> Budget:
+        scratch = self._runner(layout, SCRATCH_BLOCKS, row_multiple=1)
         step = largest_step(
-            self._runner(layout, SCRATCH_BLOCKS, row_multiple=1),
+            scratch,
             tokens=self._max_tokens,
             sampled=self._max_seqs,
             scores=self._loaded.task not in _WITHOUT_LOGITS,
         )
+        scratch.close()
         kept = self.substitutes.kept() if self.substitutes else list(self._loaded.model.modules())
         # Pages of a mapped file count as memory that can be had, but weights are needed in every step.
         available = max(0, available_memory() - mapped_bytes(kept))

@@ -54,7 +54,8 @@ def read_decoder(body: Any) -> FusedDecoder | str:
     except _OtherwiseBuilt as difference:
         return str(difference)
     shapes = {
-        (layer.qkv.panels.shape, layer.gate_up.panels.shape, layer.down.panels.shape) for layer in layers
+        tuple(p.panels.shape for p in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        for layer in layers
     }
     if len(shapes) != 1:
         return "its layers are of different shapes"

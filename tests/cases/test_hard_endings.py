@@ -6,7 +6,6 @@ and in the middle of operations, is in `tests/job`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import signal
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from job_place import Place, lines
 from waiting import PATIENCE, wait_until
@@ -31,19 +29,6 @@ SLOW = {"tokens_per_step": 1, "step_seconds": 0.004}
 NEVER = {"do": "stall", "until": "/nowhere"}
 Process = subprocess.Popen[str]
 Data = dict[str, bytes]
-
-
-@pytest.fixture
-def launched() -> Iterator[list[Process]]:
-    """Processes that are ended with their workers, and their pipes closed, whatever the test does."""
-    processes: list[Process] = []
-    yield processes
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(process.pid).children():
-                child.kill()
-        process.kill()
-        process.communicate()
 
 
 def long_job(place: Place, **run: Any) -> str:

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +27,6 @@ from batchgen.types import OwnershipError
 OWN = re.compile(r"lock$|0001\.|[a-z]000001")
 _random = random.Random(int(os.environ.get("BATCHGEN_KILL_SEED", "20260102")))
 NUMBERS = [_random.randint(20, 90) for _ in range(int(os.environ.get("BATCHGEN_FREEZES", "2")))]
-
-
-@pytest.fixture
-def launched() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that are ended with their workers, and their pipes closed, whatever the test does."""
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(process.pid).children():
-                child.kill()
-        process.kill()
-        process.communicate()
 
 
 def stopped(process: subprocess.Popen[str]) -> bool:
