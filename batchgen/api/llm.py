@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Self
@@ -14,6 +14,7 @@ from batchgen.api.task_results import Classified, Embedding, Loglikelihood, Perp
 from batchgen.engine.build import Engine, build_engine, load_tokenizer, source_folder
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.core import EngineCore
+from batchgen.grammar import counted
 from batchgen.models.pooling import find_pooling
 from batchgen.sampling.resolve import generation_defaults, resolve_sampling
 from batchgen.scores import Pooling
@@ -30,6 +31,9 @@ Conversation = Sequence[Mapping[str, Any]]
 
 Pair = tuple[Prompt, Prompt]
 """A context and its continuation: both texts, or both token ids."""
+
+Sampling = SamplingParams | Sequence[SamplingParams] | None
+"""Of all prompts, or one for each in their order; None: the model's generation defaults."""
 
 _GROUP = 32
 _LOOKAHEAD = 4
@@ -100,21 +104,22 @@ class LLM:
     def _core(self) -> EngineCore:
         return self._engine.core
 
-    def generate(self, prompts: Iterable[Prompt], sampling: SamplingParams | None = None) -> list[Output]:
+    def generate(self, prompts: Iterable[Prompt], sampling: Sampling = None) -> list[Output]:
         """Complete every prompt.
 
         Args:
             prompts: texts or token ids. A text is taken as it is: control tokens in it are control tokens.
-            sampling: of all; None: the model's generation defaults.
+            sampling: of all, or a list with one for each prompt; None: the model's generation defaults.
 
         Returns:
             As many outputs as prompts, in their order.
+
+        Raises:
+            UsageError, RuntimeError, EngineError: as `stream`.
         """
         return list(self.stream(prompts, sampling))
 
-    def chat(
-        self, conversations: Iterable[Conversation], sampling: SamplingParams | None = None
-    ) -> list[Output]:
+    def chat(self, conversations: Iterable[Conversation], sampling: Sampling = None) -> list[Output]:
         """Answer every conversation through the chat template.
 
         Args:
@@ -123,13 +128,16 @@ class LLM:
 
         Returns:
             As many outputs as conversations, in their order.
+
+        Raises:
+            UsageError, RuntimeError, EngineError: as `stream`.
         """
         return list(self.stream(conversations, sampling, chat=True))
 
     def stream(
         self,
         prompts: Iterable[Prompt] | Iterable[Conversation],
-        sampling: SamplingParams | None = None,
+        sampling: Sampling = None,
         *,
         chat: bool = False,
     ) -> Iterator[Output]:
@@ -139,8 +147,15 @@ class LLM:
         iterable may be endless. Sampling noise is a function of the seed and the prompt's index in this
         call. Closing the iterator early drops what still runs.
 
+        Args:
+            prompts: as in `generate` or, with `chat`, as in `chat`.
+            sampling: as in `generate`. A list must be as long as the prompts; where these have no
+                length, that is seen when they are taken.
+            chat: whether they are conversations.
+
         Raises:
-            UsageError: one prompt or conversation instead of many, or sampling that is no `SamplingParams`.
+            UsageError: one prompt or conversation instead of many, or sampling that is neither one
+                `SamplingParams` nor one for each.
             RuntimeError: another iteration over this model has not been finished or closed, or the LLM is
                 closed.
             EngineError: the engine cannot go on.
@@ -150,11 +165,9 @@ class LLM:
         else:
             _check_many(prompts, "prompt", int)
         self._check_head(Task.GENERATE)
-        if not isinstance(sampling, SamplingParams | None):
-            raise UsageError(
-                f"sampling: {type(sampling).__name__} is not allowed; use one bg.SamplingParams for all"
-            )
-        params = sampling or resolve_sampling({}, self._defaults)
+        if sampling is None:
+            sampling = resolve_sampling({}, self._defaults)
+        params = _check_sampling(sampling, prompts)
         renderers = _Renderers(self._tokenizer, self._chat_template, chat=chat)
         return self._stream(self._core, iter(prompts), params, renderers, self._requests(Task.GENERATE))
 
@@ -274,7 +287,7 @@ class LLM:
         self,
         core: EngineCore,
         prompts: Iterator[Any],
-        sampling: SamplingParams,
+        sampling: SamplingParams | Sequence[SamplingParams],
         renderers: _Renderers,
         requests: TaskRequests,
     ) -> Iterator[Output]:
@@ -289,7 +302,8 @@ class LLM:
                 while not exhausted and self._wants(taken - given):
                     group = list(islice(prompts, _GROUP))
                     exhausted = len(group) < _GROUP
-                    done.update(self._add(group, taken, sampling, renderers, requests))
+                    params = _of_group(sampling, taken, len(group), exhausted)
+                    done.update(self._add(group, taken, params, renderers, requests))
                     taken += len(group)
                 done.update((output.request_id, output) for output in core.step())
                 while given in done:
@@ -308,7 +322,7 @@ class LLM:
         self,
         group: list[Any],
         first: int,
-        sampling: SamplingParams,
+        sampling: Sequence[SamplingParams],
         renderers: _Renderers,
         requests: TaskRequests,
     ) -> dict[int, Output]:
@@ -316,7 +330,9 @@ class LLM:
         refused: dict[int, Output] = {}
         for row, prepared in renderers.prepare(group, first, self.max_model_len):
             request = (
-                prepared if isinstance(prepared, RowError) else requests.request(prepared, replace(sampling))
+                prepared
+                if isinstance(prepared, RowError)
+                else requests.request(prepared, replace(sampling[row - first]))
             )
             if isinstance(request, RowError):
                 refused[row] = Output(row, error=request)
@@ -336,6 +352,44 @@ def _check_many(prompts: Any, what: str, part: type) -> None:
     first = prompts[0] if isinstance(prompts, list | tuple) and prompts else None
     if isinstance(first, part):
         raise UsageError(f"{what}s: this is one {what}; put it into a list of {what}s")
+
+
+def _check_sampling(sampling: Any, prompts: Any) -> SamplingParams | Sequence[SamplingParams]:
+    """One for all, or one for each of as many prompts as can be counted now."""
+    if isinstance(sampling, SamplingParams):
+        return sampling
+    if not isinstance(sampling, Sequence) or isinstance(sampling, str | bytes):
+        raise UsageError(
+            f"sampling: {type(sampling).__name__} is not allowed; use one bg.SamplingParams for all, or a "
+            "list with one for each prompt"
+        )
+    for i, params in enumerate(sampling):
+        if not isinstance(params, SamplingParams):
+            raise UsageError(
+                f"sampling[{i}]: {type(params).__name__} is not allowed; use a bg.SamplingParams"
+            )
+    if isinstance(prompts, Sized) and len(prompts) != len(sampling):
+        raise _unequal(sampling, counted(len(prompts), "prompt"))
+    return tuple(sampling)
+
+
+def _of_group(
+    sampling: SamplingParams | Sequence[SamplingParams], first: int, count: int, last: bool
+) -> Sequence[SamplingParams]:
+    """Those of the prompts from number `first` on."""
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    end = first + count
+    if end > len(sampling) or (last and end < len(sampling)):
+        raise _unequal(sampling, counted(end, "prompt") if last else "more prompts")
+    return sampling[first:end]
+
+
+def _unequal(sampling: Sequence[SamplingParams], prompts: str) -> UsageError:
+    return UsageError(
+        f"sampling: a list of {len(sampling)} for {prompts}; use one bg.SamplingParams for all, or "
+        "one for each prompt"
+    )
 
 
 class _Renderers:

@@ -100,6 +100,53 @@ def test_sampled_outputs_depend_on_the_index_and_the_seed_alone(llm: bg.LLM) -> 
     assert len({tuple(o.token_ids) for o in together}) > 5
 
 
+DIFFERENT = [
+    bg.SamplingParams(max_tokens=3, ignore_eos=True),
+    bg.SamplingParams(max_tokens=9, temperature=1.0, seed=5, ignore_eos=True),
+    bg.SamplingParams(max_tokens=5, temperature=0.7, n=2, top_k=20, ignore_eos=True),
+    bg.SamplingParams(max_tokens=7, logprobs=2, stop=("e",)),
+]
+
+
+def test_each_prompt_may_have_sampling_of_its_own(llm: bg.LLM) -> None:
+    together = llm.generate(PROMPTS, DIFFERENT)
+    assert [len(out.samples[0].token_ids) for out in together[:3]] == [3, 9, 5]
+    for i, params in enumerate(DIFFERENT):
+        assert together[i].samples == llm.generate(PROMPTS, params)[i].samples
+    streamed = llm.stream(iter(PROMPTS), tuple(DIFFERENT))
+    assert [out.samples for out in streamed] == [out.samples for out in together]
+    conversations = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    answered = llm.chat(conversations, DIFFERENT)
+    for i, params in enumerate(DIFFERENT):
+        assert answered[i].samples == llm.chat(conversations, params)[i].samples
+
+
+def test_sampling_of_its_own_stays_with_its_prompt_in_many_groups_of_both_kinds(llm: bg.LLM) -> None:
+    prompts: list[Any] = [[5, 6, 7] if i % 3 else f"prompt {i}" for i in range(80)]
+    prompts[41] = None
+    params = [bg.SamplingParams(max_tokens=1 + i % 7, ignore_eos=True) for i in range(80)]
+    outs = list(llm.stream(iter(prompts), params))
+    assert [len(out.token_ids) for out in outs if out.ok] == [1 + i % 7 for i in range(80) if i != 41]
+    assert not outs[41].ok
+
+
+def test_sampling_for_more_or_fewer_prompts_is_refused(llm: bg.LLM) -> None:
+    one = bg.SamplingParams(max_tokens=2, ignore_eos=True)
+    mixed: Any = [one, None]
+    with pytest.raises(UsageError, match=r"sampling\[1\]: NoneType is not allowed; use a bg.SamplingParams"):
+        llm.generate(["a", "b"], mixed)
+    with pytest.raises(UsageError, match=r"sampling: a list of 3 for 2 prompts; use one bg\.SamplingParams"):
+        llm.generate(["a", "b"], [one] * 3)
+    with pytest.raises(UsageError, match="sampling: a list of 0 for 1 prompt;"):
+        llm.generate(["a"], [])
+    with pytest.raises(UsageError, match="sampling: a list of 3 for 2 prompts"):
+        list(llm.stream(iter(["a", "b"]), [one] * 3))
+    with pytest.raises(UsageError, match="sampling: a list of 40 for more prompts"):
+        list(llm.stream(map(str, count()), [one] * 40))
+    assert llm.generate([], []) == []
+    assert len(llm.generate(["a", "b"], [one] * 2)) == 2
+
+
 def test_one_prompt_instead_of_many_is_refused(llm: bg.LLM) -> None:
     """A text would be answered letter by letter."""
     one: Any
@@ -111,8 +158,8 @@ def test_one_prompt_instead_of_many_is_refused(llm: bg.LLM) -> None:
     one = [{"role": "user", "content": "x"}]
     with pytest.raises(UsageError, match="this is one conversation; put it into a list"):
         llm.chat(one)
-    with pytest.raises(UsageError, match=r"sampling: list is not allowed; use one bg.SamplingParams"):
-        llm.generate(["x"], [bg.SamplingParams()])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"sampling: dict is not allowed; use one bg.SamplingParams for all"):
+        llm.generate(["x"], {"max_tokens": 3})  # type: ignore[arg-type]
     assert llm.generate([]) == llm.chat(()) == []
 
 

@@ -104,7 +104,14 @@ def engines_in_this_process(stage: Stage) -> None:
     refused = llm._core.add(Request(0, [1] * 64, SamplingParams()))
     assert refused is not None
     stage.said += f"{refused.error}\n"
-    for prompts, arguments in (("abc", {}), ([1, 2], {}), (["a"], {"sampling": {"top_p": 1}})):
+    params = SamplingParams()
+    for prompts, arguments in (
+        ("abc", {}),
+        ([1, 2], {}),
+        (["a"], {"sampling": {"top_p": 1}}),
+        (["a", "b"], {"sampling": [params, None]}),
+        (["a"], {"sampling": [params, params]}),
+    ):
         stage.python(UsageError, lambda p=prompts, a=arguments: llm.stream(p, **a))
     dialogue = [{"role": "user", "content": "a"}]
     stage.python(UsageError, lambda: llm.chat([dialogue]))
