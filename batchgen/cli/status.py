@@ -138,7 +138,8 @@ def _lines(status: JobStatus) -> list[str]:
         f"rows      {_rows(status)}",
         f"parts     {status.parts:,}, {human_size(status.bytes_in_parts)}; "
         f"journal {human_size(status.bytes_in_journal)}; {human_size(status.bytes_free)} free on the disk",
-        f"tokens    {status.tokens_sampled:,} sampled, {status.tokens_lost:,} to be computed again",
+        f"tokens    {status.tokens_sampled:,} sampled, {status.tokens_lost:,} to be computed again"
+        + (f"; {status.reasoning_tokens:,} of the results are reasoning" if status.reasoning_tokens else ""),
         f"attempts  {status.attempts:,}",
     ]
     if status.state == "running":

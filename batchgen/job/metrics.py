@@ -59,6 +59,11 @@ class JobMetrics:
             ),
             ("cached_tokens", "Prompt tokens of this attempt from the prefix cache", now.cached_tokens),
             ("output_tokens", "Output tokens sampled in this attempt", now.output_tokens),
+            (
+                "reasoning_tokens",
+                "Reasoning tokens of rows with a result, those of earlier attempts too",
+                now.reasoning_tokens,
+            ),
             ("preemptions", "Times that a running row lost its cache in this attempt", now.preemptions),
         ):
             yield CounterMetricFamily(f"batchgen_{name}", text, value=amount)

@@ -32,13 +32,14 @@ _CHUNK = 1024 * 1024
 
 @dataclass(slots=True)
 class Counts:
-    """What became of rows, and tokens of those the engine saw."""
+    """What became of rows, and tokens of those the engine saw; reasoning is part of the completions."""
 
     ok: int = 0
     error: int = 0
     skipped: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
 
     @property
     def rows(self) -> int:
@@ -50,9 +51,14 @@ class Counts:
         if usage is not None:
             self.prompt_tokens += usage[0]
             self.completion_tokens += usage[1]
+            self.reasoning_tokens += sum(usage[3:])
 
     def count_all(
-        self, status: Sequence[str], prompt_tokens: Sequence[int], completion_tokens: Sequence[int]
+        self,
+        status: Sequence[str],
+        prompt_tokens: Sequence[int],
+        completion_tokens: Sequence[int],
+        reasoning_tokens: Sequence[int],
     ) -> None:
         """Add many rows; tokens are 0 for those that the engine never saw."""
         self.ok += status.count("ok")
@@ -60,6 +66,7 @@ class Counts:
         self.skipped += status.count("skipped")
         self.prompt_tokens += sum(prompt_tokens)
         self.completion_tokens += sum(completion_tokens)
+        self.reasoning_tokens += sum(reasoning_tokens)
 
     def add(self, other: Counts) -> None:
         """Add the rows of another count."""
@@ -338,4 +345,4 @@ def file_digest(path: Path) -> str:
 def _counts(summary: PartSummary) -> Counts:
     ok, error, skipped = (summary.status[status] for status in ("ok", "error", "skipped"))
     prompt, completion = summary.prompt_tokens.total, summary.output_tokens.total
-    return Counts(ok, error, skipped, int(prompt), int(completion))
+    return Counts(ok, error, skipped, int(prompt), int(completion), summary.reasoning_tokens)

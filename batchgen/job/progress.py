@@ -23,6 +23,7 @@ class Progress:
         state: starting, loading, running, draining or done.
         rows_total: of the selection; None while it is not known.
         rows_done, ok, error, skipped: rows with a result, those of earlier attempts too.
+        reasoning_tokens: of these results.
         rows_before: of `rows_done`, those that did not run in this attempt: an earlier one had done them, or
             they cannot be read.
         parts_done: committed parts.
@@ -43,6 +44,7 @@ class Progress:
     ok: int = 0
     error: int = 0
     skipped: int = 0
+    reasoning_tokens: int = 0
     parts_done: int = 0
     running: int = 0
     waiting: int = 0

@@ -25,7 +25,7 @@ class ResultBatch:
         rows: which rows they answer.
         packed: what `journal.pack_result` makes of a result.
         status: ok, error or skipped.
-        prompt_tokens, completion_tokens: 0 where the engine never saw the row.
+        prompt_tokens, completion_tokens, reasoning_tokens: 0 where the engine never saw the row.
         stats: a column for each of `STATS`.
     """
 
@@ -34,6 +34,7 @@ class ResultBatch:
     status: Sequence[str]
     prompt_tokens: Sequence[int]
     completion_tokens: Sequence[int]
+    reasoning_tokens: Sequence[int]
     stats: Mapping[str, Sequence[int]]
 
     def __len__(self) -> int:
@@ -58,6 +59,7 @@ class ResultBatch:
             [result.status for result in results],
             [usage[0] for usage in usages],
             [usage[1] for usage in usages],
+            [sum(usage[3:]) for usage in usages],
             dict(zip(STATS, columns, strict=True)),
         )
 

@@ -55,7 +55,9 @@ class ResultLog:
         for pending, packed in zip(answered, batch.packed, strict=True):
             append(Kind.RESULT, pending.row, result_payload(pending.digest, packed))
         self._window.answered(batch.rows)
-        self._counts.count_all(batch.status, batch.prompt_tokens, batch.completion_tokens)
+        self._counts.count_all(
+            batch.status, batch.prompt_tokens, batch.completion_tokens, batch.reasoning_tokens
+        )
         if worker is not None:
             self._stats.add(worker, batch)
 

@@ -64,6 +64,7 @@ class JobStatus:
         rows_in_parts: of these, rows in committed parts.
         tokens_sampled: output tokens of all attempts.
         tokens_kept: of these, in results and in partial results that a resumed row goes on from.
+        reasoning_tokens: of results, where the job splits reasoning off.
         tokens_lost: sampled, but not kept: computed again. While the job runs, those of this moment count.
         rows_per_second, prompt_tokens_per_second, output_tokens_per_second, prefix_hit_share, eta_seconds: of
             the attempt that runs; the estimate goes by tokens.
@@ -86,6 +87,7 @@ class JobStatus:
     attempts: int
     tokens_sampled: int
     tokens_kept: int
+    reasoning_tokens: int
     tokens_lost: int
     rows_per_second: float
     prompt_tokens_per_second: float
@@ -155,6 +157,7 @@ def read_status(
         attempts=len(attempts),
         tokens_sampled=sampled,
         tokens_kept=kept,
+        reasoning_tokens=counts.reasoning_tokens,
         tokens_lost=max(0, sampled - kept),
         **_speeds(progress if state == "running" else None),
         bytes_in_parts=sum(commit.bytes for commit in parts.values()),
@@ -213,6 +216,7 @@ def glance(
         owner=_owner(lease, alive=True),
         tokens_sampled=sampled,
         tokens_kept=max(0, sampled - before.tokens_lost),
+        reasoning_tokens=progress.reasoning_tokens,
         workers=workers,
         last_attempt=asdict(attempt),
         progress=asdict(progress),

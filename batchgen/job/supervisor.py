@@ -483,6 +483,7 @@ class Supervisor:
             ok=counts.ok,
             error=counts.error,
             skipped=counts.skipped,
+            reasoning_tokens=counts.reasoning_tokens,
             parts_done=len(self._job.parts.committed),
             seconds=now - self._started,
             working_seconds=0.0 if self._ready_at is None else now - self._ready_at,

@@ -14,8 +14,11 @@ from tiny_models import save_tokenizer
 from waiting import PATIENCE
 
 from batchgen.api.job import Job
+from batchgen.cli.status import describe
 from batchgen.job.metrics import JobMetrics, serve_metrics
 from batchgen.job.progress import Progress
+from batchgen.job.report.collect import collect_report
+from batchgen.job.status import read_status
 from batchgen.job.units import parse_address, split_address
 from batchgen.types import UsageError
 
@@ -81,6 +84,20 @@ def test_a_running_job_is_scraped(job: dict[str, Any]) -> None:
         scrape(display.address)
 
 
+def test_reasoning_is_counted_wherever_tokens_are(job: dict[str, Any], tmp_path: Path) -> None:
+    job["sampling"]["reasoning"] = {}
+    job["output"] = {"path": job["output"], "part_rows": 5, "include": ["usage"]}
+    seen: list[Progress] = []
+    result = Job(job).run(display=Scraper(), launch=launcher({}), on_progress=seen.append)
+    counted = sum(row["usage"]["reasoning_tokens"] for row in result if row["usage"])
+    assert counted == ROWS - 1
+    assert seen[-1].reasoning_tokens == counted
+    status = read_status(tmp_path / "out")
+    assert status.reasoning_tokens == counted
+    assert f"; {counted} of the results are reasoning" in "\n".join(describe(status))
+    assert collect_report(tmp_path / "out")["lengths"]["reasoning_tokens"] == counted
+
+
 def test_every_figure_is_there_and_counters_never_go_down() -> None:
     said: list[str] = []
     with serve_metrics("127.0.0.1:0", HOSTILE, said.append) as update:
@@ -97,6 +114,7 @@ def test_every_figure_is_there_and_counters_never_go_down() -> None:
             prompt_tokens=100,
             cached_tokens=25,
             output_tokens=50,
+            reasoning_tokens=30,
             pool_used=6,
             pool_total=8,
             working_seconds=10.0,
@@ -115,6 +133,7 @@ def test_every_figure_is_there_and_counters_never_go_down() -> None:
         "batchgen_rows_waiting": 4,
         "batchgen_cached_tokens_total": 25,
         "batchgen_output_tokens_total": 50,
+        "batchgen_reasoning_tokens_total": 30,
         "batchgen_cache_blocks_used": 6,
         "batchgen_cache_blocks": 8,
         "batchgen_prefix_hit_ratio": 0.25,

@@ -32,6 +32,7 @@ _FIGURES = (
     ("preemptions", ("work", "preemptions"), ""),
     ("mean prompt tokens", ("lengths", "prompt_tokens", "mean"), ""),
     ("mean output tokens", ("lengths", "output_tokens", "mean"), ""),
+    ("reasoning tokens", ("lengths", "reasoning_tokens"), ""),
     ("median prefill of a row", ("times", "prefill_seconds", "p50"), "seconds"),
     ("99 % prefill of a row", ("times", "prefill_seconds", "p99"), "seconds"),
     ("median decoding of a row", ("times", "decode_seconds", "p50"), "seconds"),
