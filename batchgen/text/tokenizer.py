@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from batchgen.text.stored_tokenizer import StoredFacts, facts_of, keep_tokenizer, load_stored, stored_key
 from batchgen.types import UsageError
 
 # Encodings of a group are freed before the next one is made, so that memory does not grow with the batch.
@@ -63,14 +64,17 @@ class Tokenizer:
     """A fast tokenizer and what the model's files say about its special tokens.
 
     Args:
-        hf: a transformers tokenizer that wraps one of the `tokenizers` library.
+        hf: a transformers tokenizer that wraps one of the `tokenizers` library; None for one from the cache.
         folder: where it was loaded from; None for one made in memory.
+        stored: of the cache: a tokenizer of the `tokenizers` library, and what is known beside it.
     """
 
-    def __init__(self, hf: Any, folder: Path | None = None) -> None:
-        self.hf = hf
+    def __init__(
+        self, hf: Any, folder: Path | None = None, stored: tuple[Any, StoredFacts] | None = None
+    ) -> None:
+        self._hf = hf
         self.folder = folder
-        self.backend = hf.backend_tokenizer
+        self.backend, self._facts = (hf.backend_tokenizer, None) if stored is None else stored
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = False
@@ -84,28 +88,21 @@ class Tokenizer:
                 implementation.
         """
         folder = Path(path)
-        from transformers import AutoTokenizer
+        key = stored_key(folder)
+        stored = None if key is None else load_stored(key)
+        if stored is not None:
+            return cls(None, folder, stored)
+        tokenizer = cls(_load_by_transformers(path), folder)
+        if key is not None:
+            keep_tokenizer(key, tokenizer.backend, facts_of(tokenizer.hf))
+        return tokenizer
 
-        try:
-            # Left open, transformers would ask on the terminal whether to run code from the folder.
-            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        except Exception as error:
-            if "trust_remote_code" in str(error):
-                raise UsageError(
-                    f"model.tokenizer: {path} needs code of its own, which is never run; "
-                    "give one that comes as tokenizer.json"
-                ) from error
-            reason = " ".join(str(error).split())[:300]
-            raise UsageError(
-                f"model.tokenizer: {path} holds no tokenizer that loads ({type(error).__name__}: {reason}); "
-                "the folder needs tokenizer.json, or the files that transformers makes one from"
-            ) from error
-        if not getattr(hf, "is_fast", False):
-            raise UsageError(
-                f"model.tokenizer: {path} has only a slow Python tokenizer ({type(hf).__name__}); "
-                "convert it once to tokenizer.json and set model.tokenizer to that folder"
-            )
-        return cls(hf, folder)
+    @property
+    def hf(self) -> Any:
+        """transformers' own tokenizer; of one from the cache it is loaded when it is first asked for."""
+        if self._hf is None:
+            self._hf = _load_by_transformers(str(self.folder))
+        return self._hf
 
     def fingerprint(self) -> str:
         """Hash of the tokenizer's files; of the serialised tokenizer if it was made in memory."""
@@ -171,13 +168,13 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's end-of-sequence id; a model's generation configuration may name more."""
-        token_id: int | None = self.hf.eos_token_id
+        token_id: int | None = self._known.eos_token_id
         return token_id
 
     @property
     def bos_token_id(self) -> int | None:
         """The beginning-of-sequence id, whether or not it is put before plain text."""
-        token_id: int | None = self.hf.bos_token_id
+        token_id: int | None = self._known.bos_token_id
         return token_id
 
     @cached_property
@@ -207,8 +204,13 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The (default) chat template, or None for a tokenizer without one."""
-        template = self.hf.chat_template
+        template = self._known.chat_template
         return template.get("default") if isinstance(template, Mapping) else template
+
+    @property
+    def _known(self) -> Any:
+        """What has the attributes of `StoredFacts`."""
+        return self._hf if self._facts is None else self._facts
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text. Special tokens written in it become their ids; none is added."""
@@ -244,9 +246,10 @@ class Tokenizer:
         Raises:
             UsageError: no template of the tokenizer has this name.
         """
-        if template is None and not self.hf.chat_template:
+        given = self._known.chat_template
+        if template is None and not given:
             return None
-        named = self.hf.chat_template if isinstance(self.hf.chat_template, Mapping) else {}
+        named = given if isinstance(given, Mapping) else {}
         if template is not None and template not in named:
             if "{" in template or "\n" in template:
                 return template
@@ -255,13 +258,17 @@ class Tokenizer:
                 f"prompt.chat_template: {template!r} is neither a file nor the name of a template of this "
                 f"tokenizer ({known}); give another name, a file, or the template itself"
             )
-        source: str = self.hf.get_chat_template(template, tools=[{}] if with_tools else None)
-        return source
+        if template is None and not named:
+            return str(given)
+        name = template or ("tool_use" if with_tools and "tool_use" in named else "default")
+        if name not in named:
+            raise ValueError(f"the tokenizer has templates named {', '.join(sorted(named))} and no default")
+        return str(named[name])
 
     @property
     def template_variables(self) -> dict[str, Any]:
         """What every chat template may read: the special tokens by their names, such as `bos_token`."""
-        return dict(self.hf.special_tokens_map)
+        return dict(self._known.special_tokens_map)
 
 
 def encode_groups(backend: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -271,3 +278,28 @@ def encode_groups(backend: Any, texts: Sequence[str]) -> list[list[int]]:
         group = list(texts[start : start + GROUP])
         ids.extend(e.ids for e in backend.encode_batch_fast(group, add_special_tokens=False))
     return ids
+
+
+def _load_by_transformers(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        # Left open, transformers would ask on the terminal whether to run code from the folder.
+        hf = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise UsageError(
+                f"model.tokenizer: {path} needs code of its own, which is never run; "
+                "give one that comes as tokenizer.json"
+            ) from error
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(
+            f"model.tokenizer: {path} holds no tokenizer that loads ({type(error).__name__}: {reason}); "
+            "the folder needs tokenizer.json, or the files that transformers makes one from"
+        ) from error
+    if not getattr(hf, "is_fast", False):
+        raise UsageError(
+            f"model.tokenizer: {path} has only a slow Python tokenizer ({type(hf).__name__}); "
+            "convert it once to tokenizer.json and set model.tokenizer to that folder"
+        )
+    return hf

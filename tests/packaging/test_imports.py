@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2] / "batchgen"
 BELOW = {
     "core": ["types"],
-    "text": ["types", "scores", "data", "sampling"],
+    "text": ["types", "scores", "cache", "data", "sampling"],
     "data": ["types", "scores", "cache", "text", "sampling", "data"],
     "sampling": ["types", "text"],
     "models": ["types", "scores", "cache", "text"],
