@@ -21,7 +21,7 @@ from batchgen_kernels.cpu import kernel
 from batchgen_kernels.cpu.kernel import AttendArgument, WriteArgument
 from batchgen_kernels.cpu.plan import Int64, Plan, make_plan
 from batchgen_kernels.cpu.program import Code, Program, compiled
-from batchgen_kernels.cpu.simd import LANES
+from batchgen_kernels.cpu.simd import LANES, TILE
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.spec import AttentionSpec
 
@@ -180,7 +180,7 @@ class CpuBackend:
     ) -> _LayerPlan:
         layer = step.layer_plans.get((spec, threads))
         if layer is None:
-            plan = make_plan(meta, spec, threads, kernel.UNIT_ROWS)
+            plan = make_plan(meta, spec, threads, kernel.UNIT_ROWS, TILE)
             layer = step.layer_plans[spec, threads] = _make_layer_plan(plan, spec, meta.block_size)
         return layer
 
@@ -212,10 +212,11 @@ def point_to(argument: AttendArgument | WriteArgument, kv: KVCache) -> None:
 def _make_layer_plan(plan: Plan, spec: AttentionSpec, block_size: int) -> _LayerPlan:
     factors = np.array(_factors(spec), dtype=np.float32)
     width = _padded(spec.v_head_size)
-    scratch = kernel.scratch_floats(plan.largest_unit, spec.head_size, width)
+    scratch = kernel.scratch_floats(plan.largest_team, spec.head_size, width)
     template = AttendArgument(
         chunks=plan.chunks.ctypes.data,
         units=plan.units.ctypes.data,
+        teams=plan.teams.ctypes.data,
         table=plan.table.ctypes.data,
         table_width=plan.table.shape[1],
         block_size=block_size,

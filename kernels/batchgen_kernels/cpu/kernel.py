@@ -45,7 +45,7 @@ from batchgen_kernels.cpu.simd import (
 )
 
 UNIT_ROWS = 48
-"""Query rows (tokens times heads of a group) that one unit of work aims at."""
+"""Query rows (tokens times heads of a group) that one unit of work, or a team of units, aims at."""
 LOG2_E = 1.4426950408889634
 _INF, _NAN = float("inf"), float("nan")
 _HALF_NAN = 0x7FFF
@@ -60,31 +60,30 @@ class Attend(enum.IntEnum):
 
     CHUNKS = 0
     UNITS = 1
-    STARTS = 2
-    LENS = 3
-    TABLE = 4
-    TABLE_WIDTH = 5
-    BLOCK_SIZE = 6
-    WINDOW = 7
-    NUM_KV_HEADS = 8
-    GROUP = 9
-    HEAD_SIZE = 10
-    V_HEAD_SIZE = 11
-    V_WIDTH = 12
-    QUERY = 13
-    QUERY_TOKEN_STRIDE = 14
-    QUERY_HEAD_STRIDE = 15
-    KEY = 16
-    VALUE = 17
-    FACTORS = 18
-    SINKS = 19
-    OUT = 20
-    SCRATCH = 21
-    SCRATCH_STRIDE = 22
-    PAGE = 23
-    ITEM_SIZE = 24
-    KEY_SCALE = 25
-    VALUE_SCALE = 26
+    TEAMS = 2
+    TABLE = 3
+    TABLE_WIDTH = 4
+    BLOCK_SIZE = 5
+    WINDOW = 6
+    NUM_KV_HEADS = 7
+    GROUP = 8
+    HEAD_SIZE = 9
+    V_HEAD_SIZE = 10
+    V_WIDTH = 11
+    QUERY = 12
+    QUERY_TOKEN_STRIDE = 13
+    QUERY_HEAD_STRIDE = 14
+    KEY = 15
+    VALUE = 16
+    FACTORS = 17
+    SINKS = 18
+    OUT = 19
+    SCRATCH = 20
+    SCRATCH_STRIDE = 21
+    PAGE = 22
+    ITEM_SIZE = 23
+    KEY_SCALE = 24
+    VALUE_SCALE = 25
 
 
 class Write(enum.IntEnum):
@@ -167,9 +166,25 @@ def _tiles(position: Any, tokens: Any, window: Any) -> Any:
 
 
 @njit(error_model="numpy")
-def _first_tile(a: Any, unit: Any) -> Any:
+def _team(a: Any, team: Any) -> Any:
+    """(first unit, end of units, common tiles) of a team."""
+    first, end, common = carray(as_pointer(a[Attend.TEAMS] + 24 * team), 3, int64)
+    return first, end, common
+
+
+@njit(error_model="numpy")
+def _own_tiles(a: Any, unit: Any, common: Any) -> Any:
+    """First and last tile of a unit that are not common to its team."""
     _, _, tokens, position = _unit(a, unit)
-    return _tiles(position, tokens, a[Attend.WINDOW])[0]
+    first, last = _tiles(position, tokens, a[Attend.WINDOW])
+    return max(first, common), last
+
+
+@njit(error_model="numpy")
+def _team_begins(a: Any, team: Any) -> Any:
+    """What a team begins with: (unit, tile)."""
+    unit, _, common = _team(a, team)
+    return unit, 0 if common > 0 else _own_tiles(a, unit, 0)[0]
 
 
 @njit(error_model="numpy")
@@ -265,11 +280,21 @@ def _attend_rows(
 
 @njit(error_model="numpy")
 def _attend_tiles(
-    a: Any, head: Any, unit: Any, end_unit: Any, tables: Any, scratch: Any, storage: Any
+    a: Any,
+    head: Any,
+    unit: Any,
+    tokens: Any,
+    position: Any,
+    tiles: Any,
+    then: Any,
+    tables: Any,
+    scratch: Any,
+    storage: Any,
 ) -> None:
-    """All tiles for one unit, whose state is in `scratch`. The first tile is located already.
+    """The `tiles` from first to last, in the blocks of `unit`, for `tokens` from `position` on.
 
-    While a tile is used the next one is prefetched; after the last comes the first tile of the next unit.
+    The first tile is located already. While a tile is used the next one is prefetched, after the last the
+    one that comes `then`: (unit, tile).
     """
     group, window = a[Attend.GROUP], a[Attend.WINDOW]
     s, m, t, alpha, q, acc = scratch
@@ -281,14 +306,10 @@ def _attend_tiles(
         first_address + _KEY_SCALES * row_bytes,
         first_address + _VALUE_SCALES * row_bytes,
     )
-    _, _, tokens, position = _unit(a, unit)
-    first_tile, last_tile = _tiles(position, tokens, window)
+    first_tile, last_tile = tiles
     for tile in range(first_tile, last_tile + 1):
         tables[:, :VECTORS] = tables[:, VECTORS:]
-        next_unit, next_tile = unit, tile + 1
-        if tile == last_tile:
-            next_unit = min(unit + 1, end_unit - 1)
-            next_tile = _first_tile(a, next_unit)
+        next_unit, next_tile = (unit, tile + 1) if tile < last_tile else then
         _locate(a, head, next_unit, next_tile, tables, VECTORS)
         # The tokens that see anything of this tile are neighbours: not above it, their window not past it.
         start = max(tile * TILE - position, 0)
@@ -355,18 +376,59 @@ def _divide_scratch(a: Any, start: Any, rows: Any) -> Any:
 
 
 @njit(error_model="numpy")
+def _from_row(a: Any, scratch: Any, row: Any) -> Any:
+    """The part of a team's scratch memory that is its rows' from number `row` on."""
+    s, m, t, alpha, q, acc = scratch
+    floats = 4 * row
+    return (
+        s,
+        m + floats,
+        t + floats * LANES,
+        alpha + floats,
+        q + floats * a[Attend.HEAD_SIZE],
+        acc + floats * a[Attend.V_WIDTH],
+    )
+
+
+@njit(error_model="numpy")
+def _attend_team(a: Any, head: Any, team: Any, then: Any, tables: Any, own: Any, storage: Any) -> None:
+    """All rows of a team: common tiles together, as if by one unit that sees them whole, others by unit."""
+    first_unit, end_unit, common = _team(a, team)
+    group, all_tokens = a[Attend.GROUP], 0
+    for unit in range(first_unit, end_unit):
+        all_tokens += _unit(a, unit)[2]
+    scratch = _divide_scratch(a, own, all_tokens * group)
+    done = 0
+    for unit in range(first_unit, end_unit):
+        _, first, tokens, _ = _unit(a, unit)
+        _start_unit(a, head, first, tokens, _from_row(a, scratch, done * group))
+        done += tokens
+    if common > 0:
+        tiles, after = (0, common - 1), (first_unit, common)
+        end = common * TILE
+        _attend_tiles(a, head, first_unit, all_tokens, end, tiles, after, tables, scratch, storage)
+    done = 0
+    for unit in range(first_unit, end_unit):
+        _, first, tokens, position = _unit(a, unit)
+        mine = _from_row(a, scratch, done * group)
+        after = (unit + 1, _own_tiles(a, unit + 1, common)[0]) if unit + 1 < end_unit else then
+        tiles = _own_tiles(a, unit, common)
+        _attend_tiles(a, head, unit, tokens, position, tiles, after, tables, mine, storage)
+        _finish_unit(a, head, first, tokens, mine)
+        done += tokens
+
+
+@njit(error_model="numpy")
 def attend_chunk(a: Any, chunk: Any, own: Any, storage: Any) -> None:
     """Chunk number `chunk` of the plan, with a thread's `own` scratch memory."""
     tables = carray(as_pointer(own), (_ADDRESS_TABLES, 2 * VECTORS), int64)
-    head, unit, end = carray(as_pointer(a[Attend.CHUNKS] + 24 * chunk), 3, int64)
-    _locate(a, head, unit, _first_tile(a, unit), tables, VECTORS)
-    while unit < end:
-        _, first, tokens, _ = _unit(a, unit)
-        scratch = _divide_scratch(a, own + 8 * tables.size, tokens * a[Attend.GROUP])
-        _start_unit(a, head, first, tokens, scratch)
-        _attend_tiles(a, head, unit, end, tables, scratch, storage)
-        _finish_unit(a, head, first, tokens, scratch)
-        unit += 1
+    head, first, end = carray(as_pointer(a[Attend.CHUNKS] + 24 * chunk), 3, int64)
+    unit, tile = _team_begins(a, first)
+    _locate(a, head, unit, tile, tables, VECTORS)
+    for team in range(first, end):
+        # After the last comes nothing: any tile may be prefetched.
+        then = _team_begins(a, min(team + 1, end - 1))
+        _attend_team(a, head, team, then, tables, own + 8 * tables.size, storage)
 
 
 def _put(source: Any, target: Any, stride: Any, scale: Any) -> None:

@@ -27,31 +27,43 @@ class Plan:
     Args:
         table: the block table.
         units: [U, 4] of (sequence, first row of the step, number of rows, position of the first row).
-        chunks: [C, 3] of (KV head, first unit, end of units); KV heads outermost, so that sequences which
+        teams: [N, 3] of (first unit, end of units, tiles that all of them begin with): these tiles lie in the
+            same blocks for all units of a team, which is given them once, as one unit of many rows.
+        chunks: [C, 3] of (KV head, first team, end of teams); KV heads outermost, so that sequences which
             share blocks read them from the processor's cache.
-        largest_unit: query rows (tokens times group) of the largest unit.
+        largest_team: query rows (tokens times group) of the largest team.
         cost: query-key pairs of all heads.
     """
 
     table: Int32
     units: Int64
+    teams: Int64
     chunks: Int64
-    largest_unit: int
+    largest_team: int
     cost: int
 
 
-def make_plan(meta: AttentionMetadata, spec: AttentionSpec, threads: int, unit_rows: int) -> Plan:
-    """Plan for `threads` threads and units of about `unit_rows` query rows."""
-    starts, lens = _array(meta.query_start_loc), _array(meta.seq_lens)
+def make_plan(meta: AttentionMetadata, spec: AttentionSpec, threads: int, unit_rows: int, tile: int) -> Plan:
+    """Plan for `threads` threads, units and teams of about `unit_rows` query rows, tiles of `tile` keys."""
+    starts, lens, table = _array(meta.query_start_loc), _array(meta.seq_lens), _array(meta.block_table)
     per_unit = max(1, unit_rows // spec.group_size)
     units = _units(starts, lens, per_unit)
+    wanted = max(1, -(-threads * CHUNKS_PER_THREAD // spec.num_kv_heads))
+    if spec.sliding_window is None and len(units) > wanted:
+        units = units[np.argsort(table[units[:, 0], 0], kind="stable")]
+        common = _common_tiles(units, table, meta.block_size, tile)
+        teams = _teams(units, common, per_unit, -(-len(units) // wanted))
+    else:
+        teams = _teams_of_one(len(units))
     cost = _costs(units, spec)
-    chunks = _chunks(cost, spec.num_kv_heads, threads * CHUNKS_PER_THREAD)
+    members = np.add.reduceat(units[:, 2], teams[:, 0]) if len(units) else units[:, 2]
+    done = np.concatenate([[0], np.cumsum(cost)])
     return Plan(
-        table=_array(meta.block_table),
-        units=units,
-        chunks=chunks,
-        largest_unit=int(units[:, 2].max(initial=1)) * spec.group_size,
+        table=table,
+        units=np.ascontiguousarray(units),
+        teams=teams,
+        chunks=_chunks(done[teams[:, 1]] - done[teams[:, 0]], spec.num_kv_heads, wanted),
+        largest_team=int(members.max(initial=1)) * spec.group_size,
         cost=int(cost.sum()) * spec.num_kv_heads,
     )
 
@@ -71,6 +83,43 @@ def _units(starts: Int32, lens: Int32, per_unit: int) -> Int64:
     return np.stack([seq, starts[seq] + first, tokens, position], axis=1).astype(np.int64)
 
 
+def _common_tiles(units: Int64, table: Int32, block_size: int, tile: int) -> Int64:
+    """[U - 1]: tiles that each unit and the next see whole, in the same blocks, and have others after."""
+    seq, position = units[:, 0], units[:, 3]
+    same = np.logical_and.accumulate(table[seq[1:]] == table[seq[:-1]], axis=1).sum(axis=1)
+    whole = np.minimum(position[1:], position[:-1]) // tile
+    common: Int64 = np.minimum(same * block_size // tile, whole).astype(np.int64)
+    return common
+
+
+def _teams_of_one(units: int) -> Int64:
+    first = np.arange(units, dtype=np.int64)
+    return np.stack([first, first + 1, np.zeros_like(first)], axis=1)
+
+
+def _teams(units: Int64, common: Int64, most_tokens: int, most_units: int) -> Int64:
+    """Neighbours that begin with the same tiles; one more joins only if no fewer tiles are shared in all.
+
+    A team of n units with t common tiles saves (n - 1) * t readings of a tile.
+    """
+    teams: list[tuple[int, int, int]] = []
+    first, tiles, tokens = 0, 0, 0
+    lengths, links = units[:, 2].tolist(), common.tolist()
+    for unit, length in enumerate(lengths):
+        others = unit - first
+        link = 0 if unit == 0 else links[unit - 1] if others == 1 else min(tiles, links[unit - 1])
+        fits = 0 < others < most_units and tokens + length <= most_tokens
+        if fits and link > 0 and others * link >= (others - 1) * tiles:
+            tiles, tokens = link, tokens + length
+            continue
+        if unit > 0:
+            teams.append((first, unit, tiles))
+        first, tiles, tokens = unit, 0, length
+    if lengths:
+        teams.append((first, len(lengths), tiles))
+    return np.array(teams, dtype=np.int64).reshape(-1, 3)
+
+
 def _costs(units: Int64, spec: AttentionSpec) -> Int64:
     _, _, tokens, position = units.T
     end = position + tokens
@@ -79,12 +128,11 @@ def _costs(units: Int64, spec: AttentionSpec) -> Int64:
     return cost
 
 
-def _chunks(cost: Int64, num_kv_heads: int, wanted: int) -> Int64:
-    """At least one chunk a KV head, of neighbouring units and about equal cost."""
-    per_head = max(1, -(-wanted // num_kv_heads))
-    done = np.cumsum(cost)
-    total = done[-1] if len(done) else 0
-    inner = np.searchsorted(done, total * np.arange(1, per_head) / per_head)
+def _chunks(cost: Int64, num_kv_heads: int, per_head: int) -> Int64:
+    """At least one chunk a KV head, of neighbouring teams and about equal cost."""
+    done = np.concatenate([[0], np.cumsum(cost)])
+    wanted = done[-1] * np.arange(1, per_head) / per_head
+    inner = np.searchsorted((done[1:] + done[:-1]) / 2, wanted)
     edges = np.unique(np.concatenate([[0], inner, [len(cost)]]))
     one = np.stack([edges[:-1], edges[1:]], axis=1)
     head = np.repeat(np.arange(num_kv_heads), len(one))
