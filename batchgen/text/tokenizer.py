@@ -74,7 +74,8 @@ class Tokenizer:
     ) -> None:
         self._hf = hf
         self.folder = folder
-        self.backend, self._facts = (hf.backend_tokenizer, None) if stored is None else stored
+        self.backend: Any = hf.backend_tokenizer if stored is None else stored[0]
+        self._facts: StoredFacts | None = None if stored is None else stored[1]
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = False
