@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 KV_DTYPE_NAMES = {**DTYPES, "int8": torch.int8}
 _WITHOUT_LOGITS = frozenset({Task.EMBED, Task.CLASSIFY})
 """Tasks for which a model is loaded without what makes logits of tokens."""
-_FUSED_CACHES = ("float32", "int8")
 _LANES = 16
 """Numbers in the widest vector that torch has."""
 _ROUNDED_CACHE = 0.1
@@ -88,9 +87,8 @@ class Materials:
         from batchgen.models.substitutes import Substitutes
 
         body = body_of(self._loaded.model, self._loaded.task)
-        fuse = self._config.kv_cache_dtype in _FUSED_CACHES
         with torch.inference_mode():
-            return Substitutes(self._loaded.model, body, fuse=fuse)
+            return Substitutes(self._loaded.model, body)
 
     def memory(self) -> MemoryPlan:
         """How much the cache gets.

@@ -74,13 +74,12 @@ class Substitutes:
     Args:
         model: in float32 on the processor; it is changed.
         body: the part of it whose layers attend.
-        fuse: whether a decoder may become a program.
     """
 
-    def __init__(self, model: PreTrainedModel, body: Any, *, fuse: bool) -> None:
+    def __init__(self, model: PreTrainedModel, body: Any) -> None:
         self._model = model
         self._body = body
-        found = read_decoder(body) if fuse else "its keys and values are stored in 16 bits"
+        found = read_decoder(body)
         self.decoder = found if isinstance(found, FusedDecoder) else None
         self.reason = None if isinstance(found, FusedDecoder) else found
         """Why the layers are not one program."""

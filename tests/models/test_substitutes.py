@@ -72,14 +72,30 @@ def test_a_program_that_computes_something_else_is_not_used(
     assert [output.token_ids for output in run(engine, PROMPTS, GREEDY)] == wanted
 
 
-def test_keys_in_16_bits_leave_the_layers_as_they_are(tmp_path: Path) -> None:
-    engine = make_engine(save_tiny_llama(tmp_path), kv_cache_dtype="float16")
-    assert layers_line(engine).endswith("as its keys and values are stored in 16 bits")
+@pytest.mark.parametrize("stored_as", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_program_stores_keys_in_16_bits_as_torch_rounds_them(
+    name: str, stored_as: str, tmp_path: Path
+) -> None:
+    """Those of the first layer, which depend on nothing that was read from the cache."""
+    folder = family(name).save(tmp_path)
+    caches = []
+    for dtype in ("float32", stored_as):
+        engine = make_engine(folder, kv_cache_dtype=dtype, max_model_len=128)
+        assert layers_line(engine) == "layers: one program of our own products"
+        run(engine, PROMPTS, GREEDY)
+        caches.append(engine.core.runner.kv.caches[0])
+    wide, narrow = caches
+    assert wide.key.count_nonzero() > 0
+    for exact, rounded in ((wide.key, narrow.key), (wide.value, narrow.value)):
+        # Of the longer prompt: what was sampled after it may differ.
+        blocks = exact.flatten(1).any(1).nonzero().flatten()
+        assert torch.equal(rounded[blocks][..., :7], exact[blocks][..., :7].to(rounded.dtype))
 
 
 def test_what_is_replaced_is_given_back() -> None:
     model = family("llama").build()
-    substitutes = Substitutes(model, model.get_decoder(), fuse=True)
+    substitutes = Substitutes(model, model.get_decoder())
     assert any(isinstance(m, torch.nn.Linear) for m in model.modules())
     substitutes.settle()
     assert not any(isinstance(m, torch.nn.Linear) for m in model.modules())
@@ -88,7 +104,7 @@ def test_what_is_replaced_is_given_back() -> None:
 
 def test_suspended_substitutes_compute_as_transformers_do() -> None:
     model, original = family("gpt2").build(), family("gpt2").build()
-    substitutes = Substitutes(model, model.get_decoder(), fuse=True)
+    substitutes = Substitutes(model, model.get_decoder())
     ids = torch.tensor([PROMPTS[0]])
     with torch.inference_mode(), substitutes.suspended():
         assert torch.equal(model(ids).logits, original(ids).logits)

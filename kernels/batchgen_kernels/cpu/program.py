@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import carray, cfunc, float32, int8, int16, int64, njit, types, uint16
-from numba.extending import overload
+from numba import carray, cfunc, float32, int8, int64, njit, types
 
 from batchgen_kernels.cpu.cache import numba_cache
 from batchgen_kernels.cpu.intrinsics import as_pointer, fetch_add, wait_until
@@ -58,32 +57,6 @@ _ATTEND_FIELDS, _WRITE_FIELDS = len(Attend), len(Write)
 _MATMUL, _NORM, _ROTATE, _ATTEND, _WRITE = (code.value for code in Code)
 
 
-def _row_chunk(a: Any, chunk: Any, source_type: Any, storage: Any) -> None:
-    """A chunk of an operation on float32 rows."""
-
-
-@overload(_row_chunk, jit_options={"error_model": "numpy"})
-def _row_chunk_with(a: Any, chunk: Any, source_type: Any, storage: Any) -> Any:
-    if storage.dtype in (int16, uint16):
-        # Nothing to compile: what is in 16 bits is written by `WRITE`, from 16 bits.
-        return _no_row_chunk
-    return _float_row_chunk
-
-
-def _no_row_chunk(a: Any, chunk: Any, source_type: Any, storage: Any) -> None:
-    pass
-
-
-def _float_row_chunk(a: Any, chunk: Any, source_type: Any, storage: Any) -> None:
-    code = a[CODE]
-    if code == _MATMUL:
-        matmul_chunk(a, chunk)
-    elif code == _NORM:
-        norm_chunk(a, chunk)
-    elif code == _ROTATE:
-        rotate_chunk(a, chunk, storage, source_type)
-
-
 @njit(error_model="numpy")
 def _chunk(a: Any, chunk: Any, slot: Any, source_type: Any, storage: Any) -> None:
     code = a[CODE]
@@ -93,8 +66,12 @@ def _chunk(a: Any, chunk: Any, slot: Any, source_type: Any, storage: Any) -> Non
         attend_chunk(attend, chunk, own, storage)
     elif code == _WRITE:
         write_chunk(carray(as_pointer(a[ARGUMENT]), _WRITE_FIELDS, int64), chunk, source_type, storage)
-    else:
-        _row_chunk(a, chunk, source_type, storage)
+    elif code == _MATMUL:
+        matmul_chunk(a, chunk)
+    elif code == _NORM:
+        norm_chunk(a, chunk)
+    elif code == _ROTATE:
+        rotate_chunk(a, chunk, storage, source_type)
 
 
 @njit(error_model="numpy")
@@ -136,8 +113,7 @@ class Program:
 
     Args:
         operations: `[count, FIELDS]` int64; the caller changes fields between runs.
-        kv_dtype: what keys and values are stored as, where operations use a cache; float32 or int8 where
-            there are others than attention and writes.
+        kv_dtype: what keys and values are stored as, where operations use a cache.
     """
 
     def __init__(self, operations: npt.NDArray[np.int64], kv_dtype: torch.dtype = torch.float32) -> None:

@@ -10,10 +10,11 @@ from math import sqrt
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, float32, float64, int64, njit, types
+from numba import carray, float32, float64, int8, int64, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
+from batchgen_kernels.cpu.halves import narrow
 from batchgen_kernels.cpu.intrinsics import as_pointer
 from batchgen_kernels.cpu.kernel import Write, write_row
 from batchgen_kernels.cpu.vectors import Vectors, index
@@ -127,6 +128,27 @@ def _rotate(x: Any, cos: Any, sin: Any) -> None:
         x[d + half] = high * cos[d + half] + low * sin[d + half]
 
 
+def _narrow_heads(write: Any, row: Any, storage: Any) -> None:
+    """Round the keys and values of a row to what they are stored as, where that is in 16 bits; in place."""
+
+
+@overload(_narrow_heads, jit_options={"error_model": "numpy"})
+def _narrow_heads_to(write: Any, row: Any, storage: Any) -> Any:
+    return _leave_heads if storage.dtype in (float32, int8) else _narrow_each_head
+
+
+def _leave_heads(write: Any, row: Any, storage: Any) -> None:
+    pass
+
+
+def _narrow_each_head(write: Any, row: Any, storage: Any) -> None:
+    for head in range(write[Write.NUM_KV_HEADS]):
+        key = write[Write.KEY_IN] + row * write[Write.KEY_TOKEN_STRIDE] + head * write[Write.KEY_HEAD_STRIDE]
+        narrow(key, write[Write.HEAD_SIZE], storage)
+        value = write[Write.VALUE_IN] + row * write[Write.VALUE_TOKEN_STRIDE]
+        narrow(value + head * write[Write.VALUE_HEAD_STRIDE], write[Write.V_HEAD_SIZE], storage)
+
+
 @njit(error_model="numpy")
 def rotate_chunk(a: Any, chunk: Any, storage: Any, source_type: Any) -> None:
     """Chunk number `chunk` of the rows of a rotation (see `Rotate`)."""
@@ -148,4 +170,5 @@ def rotate_chunk(a: Any, chunk: Any, storage: Any, source_type: Any) -> None:
                     carray(as_pointer(a[Rotate.SIN] + 4 * row * size), size, float32),
                 )
         if slots[row] >= 0:
+            _narrow_heads(write, row, storage)
             write_row(write, row, slots[row], source_type, storage)

@@ -20,7 +20,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from batchgen_kernels.cpu.vectors import F32, HAS_512, I32, I64, Vectors, address, at, index, switch
+from batchgen_kernels.cpu.vectors import (
+    F32,
+    HAS_512,
+    HAS_F16C,
+    I32,
+    I64,
+    Vectors,
+    address,
+    at,
+    index,
+    switch,
+)
 
 LANES = 16
 """Keys in one vector of scores, values in one vector of output."""
@@ -55,17 +66,19 @@ def _load_stored(b: ir.IRBuilder, storage: Any, base: ir.Value, offset: ir.Value
     raw = b.load(_stored_at(b, storage, base, offset, bits), align=storage.bitwidth // 8)
     if storage == types.int8:
         return b.sitofp(b.sext(raw, V.ints), V.floats)
-    wide = b.zext(raw, V.ints)
     if storage == types.uint16:
-        return b.bitcast(b.shl(wide, V.iconst(16)), V.floats)
-    return _half_to_float(b, wide)
+        return b.bitcast(b.shl(b.zext(raw, V.ints), V.iconst(16)), V.floats)
+    return _half_to_float(b, raw)
 
 
-def _half_to_float(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+def _half_to_float(b: ir.IRBuilder, raw: ir.Value) -> ir.Value:
     """float32 of the bits of float16: exact, subnormals and NaN included.
 
-    By hand, because without an instruction for it LLVM calls a function that may not be there.
+    By hand where there is no instruction for it: LLVM would call a function that may not be there.
     """
+    if HAS_F16C:
+        return b.fpext(b.bitcast(raw, ir.VectorType(ir.HalfType(), LANES)), V.floats)
+    bits = b.zext(raw, V.ints)
     magnitude = b.and_(bits, V.iconst(0x7FFF))
     sign = b.shl(b.xor(bits, magnitude), V.iconst(16))
     # The exponent's bias is 15 in place of 127; the product also makes subnormals normal.

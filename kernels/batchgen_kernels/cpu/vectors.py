@@ -20,15 +20,17 @@ from llvmlite import ir
 from numba.core import cgutils
 
 
-def _has_512() -> bool:
-    """Whether this processor has AVX-512, or the one that Numba was told to compile for."""
+def _has(feature: str) -> bool:
+    """Whether this processor, or the one that Numba was told to compile for, has something."""
     config: Any = numba.config
     if config.CPU_NAME or config.CPU_FEATURES:
-        return "+avx512f" in (config.CPU_FEATURES or "")
-    return bool(llvm.get_host_cpu_features().get("avx512f", False))
+        return f"+{feature}" in (config.CPU_FEATURES or "").split(",")
+    return bool(llvm.get_host_cpu_features().get(feature, False))
 
 
-HAS_512 = _has_512()
+HAS_512 = _has("avx512f")
+HAS_F16C = _has("f16c")
+"""Instructions that make float32 of float16."""
 F32 = ir.FloatType()
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
