@@ -11,9 +11,12 @@ PYTEST_TWO := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorde
 KILLS ?= 40
 ROWS ?= 4000
 MINUTES ?= 1
+BENCH ?=
+PEERS ?= $(HOME)/.cache/batchgen-peers
+ONLY ?=
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory job-side scale bench bench-kv bench-determinism audit clean
+.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory job-side scale bench peers bench-kv bench-determinism audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -97,8 +100,11 @@ job-side: $(VENV)/.installed ## what reading, sending, journal and parts cost a 
 scale: $(VENV)/.installed ## memory over a million rows, and the restart of a killed job; ROWS=10000000
 	$(BIN)/python tests/bench/scale.py --rows $(if $(filter command line,$(origin ROWS)),$(ROWS),1000000)
 
-bench: $(MODEL) $(HUMANEVAL) ## tokens/s beside transformers' generate, on an idle machine
-	$(BIN)/python tests/bench/versus_generate.py
+bench: $(MODEL) ## batchgen bench on the standard rows; by hand: BENCH="--peers", on an idle machine
+	BATCHGEN_PEERS="$(PEERS)" $(BIN)/batchgen bench --model $(MODEL) $(BENCH)
+
+peers: ## the other engines of `batchgen bench --peers`, outside the tree, half an hour; by hand: ONLY="vllm ct2"
+	BATCHGEN_PEERS="$(PEERS)" tests/bench/peers/install.sh $(ONLY)
 
 bench-kv: $(MODEL) $(HUMANEVAL) ## accuracy, memory and speed of each dtype of the KV cache
 	$(BIN)/python tests/bench/kv_dtypes.py

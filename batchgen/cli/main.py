@@ -33,6 +33,7 @@ VERBS = (
     "retry",
     "export",
     "verify",
+    "bench",
     "init",
     "config",
     "schema",

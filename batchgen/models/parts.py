@@ -68,6 +68,11 @@ class ModelParts:
         return torch.empty(0, 0)
 
     @property
+    def model(self) -> Any:
+        """The whole model."""
+        return self._model
+
+    @property
     def hidden(self) -> torch.Tensor:
         """`(T, H)` hidden states after the final norm, of the latest pass."""
         states: torch.Tensor = self._latest.last_hidden_state[0]

@@ -25,6 +25,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 import torch
 from real_model import MODEL, PROBLEMS, prompts, tokenizer
 
+from batchgen.bench.accuracy import common_length, perplexity
 from batchgen.engine.build import Engine, build_engine
 from batchgen.engine.config import EngineConfig
 from batchgen.scores import Scoring
@@ -86,19 +87,15 @@ def measure(dtype: str, stored: str, texts: list[list[int]], chats: list[list[in
         requests = [Request(10**6 + i, list(ids), greedy) for i, ids in enumerate(chats)]
         done = {output.request_id: output.token_ids for output in run(engine, requests)}
         size = engine.core.runner.layout.block_bytes / engine.core.runner.block_size
-    perplexity = math.exp(-math.fsum(logprobs) / len(logprobs))
-    return Accuracy(perplexity, [done[r.request_id] for r in requests], size)
+    likelihood = perplexity(-math.fsum(logprobs), len(logprobs))
+    return Accuracy(likelihood, [done[r.request_id] for r in requests], size)
 
 
 def agreement(outputs: list[list[int]], exact: list[list[int]]) -> tuple[float, float]:
     """Share of rows that are the same, and of their tokens that come before the first difference."""
-    before = total = 0
-    for got, want in zip(outputs, exact, strict=True):
-        differing = (n for n, (a, b) in enumerate(zip(got, want, strict=False)) if a != b)
-        before += len(want) if got == want else next(differing, min(len(got), len(want)))
-        total += len(want)
+    before = sum(common_length(got, want) for got, want in zip(outputs, exact, strict=True))
     same = sum(got == want for got, want in zip(outputs, exact, strict=True))
-    return same / len(exact), before / total
+    return same / len(exact), before / sum(map(len, exact))
 
 
 def attention_seconds(queries: int, context: int, sequences: int, repeats: int) -> dict[str, float]:

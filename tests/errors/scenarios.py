@@ -113,6 +113,8 @@ NO_TOOLS = "{{ 1 / 0 if tools else messages[0].content }}"
 
 OF_THE_JOB_FILE = [
     Scenario(("validate", "gone.yaml")),
+    Scenario(("bench", "job.yaml", "--peer", "vlm")),
+    Scenario(("bench", "job.yaml", "--json", "no/figures.json")),
     validate("sampling.top_p"),
     validate("prompt.user={{ gone }}"),
     validate("input.columns=[gone]"),

@@ -19,7 +19,8 @@ BELOW = {
     "job": ["types", "cache", "core", "data", "text", "sampling"],
     "dist": ["types", "scores", "core", "engine", "models", "sampling", "text", "data", "job"],
     "api": ["types", "scores", "cache", "data", "text", "sampling", "models", "engine", "job", "dist"],
-    "cli": ["types", "cache", "data", "text", "sampling", "models", "job", "api", "dist"],
+    "bench": ["types", "scores", "data", "text", "sampling", "models", "engine", "job", "api", "dist"],
+    "cli": ["types", "cache", "data", "text", "sampling", "models", "job", "api", "dist", "bench"],
 }
 """What a package may import besides itself, also inside functions."""
 

@@ -11,7 +11,7 @@ as Llama, Mistral, Qwen and many others do. All activations of a step lie in buf
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -125,6 +125,23 @@ class _Operations:
     last_norm: list[int] = field(default_factory=list)
 
 
+class OperationTimes:
+    """How long operations took in all runs since they are watched.
+
+    Args:
+        kinds: numbers of the operations of each kind.
+        elapsed: `[count]` nanoseconds.
+    """
+
+    def __init__(self, kinds: Mapping[str, Sequence[int]], elapsed: npt.NDArray[np.int64]) -> None:
+        self._kinds = kinds
+        self._elapsed = elapsed
+
+    def seconds(self) -> dict[str, float]:
+        """Of each kind; writing to the cache is part of the rotation."""
+        return {kind: float(self._elapsed[list(at)].sum()) / 1e9 for kind, at in self._kinds.items()}
+
+
 class DecoderProgram:
     """Runs a decoder's layers over a packed step; one caller at a time.
 
@@ -194,6 +211,20 @@ class DecoderProgram:
         fields[at.last_norm, Norm.OUT] = out.data_ptr()
         self._program.run(threads)
         return out[:, : self._weights.hidden_size]
+
+    def watch(self) -> OperationTimes:
+        """From now on add up how long each kind of operation takes; costs a look at the clock for each."""
+        at = self._numbers
+        kinds = {
+            "qkv": at.qkv,
+            "rotation": at.rotate,
+            "attention": at.attend,
+            "output": at.output,
+            "gate_up": at.gate_up,
+            "down": at.down,
+            "norm": [*at.attention_norm, *at.mlp_norm, *at.last_norm],
+        }
+        return OperationTimes(kinds, self._program.watch())
 
     def _describe(self) -> None:
         """Everything that is the same in all steps."""

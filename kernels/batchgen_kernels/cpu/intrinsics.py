@@ -15,6 +15,8 @@ from numba.extending import intrinsic
 
 from batchgen_kernels.cpu.vectors import I32, I64, index
 
+_MONOTONIC = 1
+"""`CLOCK_MONOTONIC` of Linux, the clock of `time.monotonic_ns`."""
 _SPINS = 4096
 """Looks at a counter before the processor is left to somebody else."""
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -72,3 +74,18 @@ def wait_until(typingctx: Any, address: Any, least: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def monotonic_ns(typingctx: Any) -> Any:
+    """What `time.monotonic_ns` gives."""
+
+    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Sequence[ir.Value]) -> ir.Value:
+        timespec = ir.LiteralStructType([I64, I64])
+        now = cgutils.alloca_once(b, timespec)
+        kind = ir.FunctionType(I32, [I32, timespec.as_pointer()])
+        b.call(cgutils.get_or_insert_function(b.module, kind, "clock_gettime"), [I32(_MONOTONIC), now])
+        seconds, nanoseconds = (b.load(b.gep(now, [I32(0), I32(i)])) for i in range(2))
+        return b.add(b.mul(seconds, index(10**9)), nanoseconds)
+
+    return types.int64(), codegen

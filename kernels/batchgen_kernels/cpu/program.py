@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import time
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from numba import carray, cfunc, float32, int8, int64, njit, types
 
 from batchgen_kernels.cpu.cache import numba_cache
-from batchgen_kernels.cpu.intrinsics import as_pointer, fetch_add, wait_until
+from batchgen_kernels.cpu.intrinsics import as_pointer, fetch_add, monotonic_ns, wait_until
 from batchgen_kernels.cpu.kernel import STORAGE, Attend, Write, attend_chunk, write_chunk
 from batchgen_kernels.cpu.matmul import matmul_chunk
 from batchgen_kernels.cpu.rows import norm_chunk, rotate_chunk
@@ -50,7 +51,7 @@ class Code(enum.IntEnum):
 
 
 class _Header(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("threads_started", "count", "operations"))
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("threads_started", "count", "operations", "ended"))
 
 
 _ATTEND_FIELDS, _WRITE_FIELDS = len(Attend), len(Write)
@@ -87,7 +88,9 @@ def _run(header: Any, source_type: Any, storage: Any) -> None:
                 break
             _chunk(a, chunk, slot, source_type, storage)
             done += 1
-        fetch_add(address + 8 * DONE, done)
+        before = fetch_add(address + 8 * DONE, done)
+        if header[3] != 0 and done > 0 and before + done == a[CHUNKS]:
+            carray(as_pointer(header[3]), header[1], int64)[i] = monotonic_ns()
         wait_until(address + 8 * DONE, a[CHUNKS])
 
 
@@ -103,7 +106,7 @@ def compiled(kv_dtype: torch.dtype) -> Any:
 
         @cfunc(types.void(types.voidptr), cache=cached)
         def run(address: Any) -> None:
-            _run(carray(address, 3, int64), source_type, storage)
+            _run(carray(address, 4, int64), source_type, storage)
 
     return run
 
@@ -119,6 +122,7 @@ class Program:
     def __init__(self, operations: npt.NDArray[np.int64], kv_dtype: torch.dtype = torch.float32) -> None:
         self._operations = operations
         self._function = compiled(kv_dtype).address
+        self._watched: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
 
     @classmethod
     def of_one(cls, code: Code, chunks: int, argument: ctypes.Structure, kv_dtype: torch.dtype) -> Program:
@@ -127,8 +131,29 @@ class Program:
         operation[0, [CODE, CHUNKS, ARGUMENT]] = code, chunks, ctypes.addressof(argument)
         return cls(operation, kv_dtype)
 
+    def watch(self) -> npt.NDArray[np.int64]:
+        """From now on add up how long each operation takes; costs a look at the clock for each.
+
+        Returns:
+            `[count]` nanoseconds of all runs so far, from the end of the operation before; zeros at first.
+        """
+        elapsed = np.zeros(len(self._operations), dtype=np.int64)
+        self._watched = elapsed, np.zeros_like(elapsed)
+        return elapsed
+
     def run(self, threads: int) -> None:
         """Run all operations on at most so many threads."""
         self._operations[:, CLAIMED : DONE + 1] = 0
-        header = _Header(0, len(self._operations), self._operations.ctypes.data)
+        if self._watched is None:
+            self._run(threads, 0)
+            return
+        elapsed, ended = self._watched
+        ended[:] = 0
+        began = time.monotonic_ns()
+        self._run(threads, ended.ctypes.data)
+        # One without chunks is ended by nobody.
+        elapsed += np.diff(np.maximum.accumulate(ended), prepend=began).clip(min=0)
+
+    def _run(self, threads: int, ended: int) -> None:
+        header = _Header(0, len(self._operations), self._operations.ctypes.data, ended)
         (team() if threads > 1 else run_on_caller)(self._function, header, threads)
