@@ -84,7 +84,7 @@ class LLM:
         self._chat_template = chat_template
         self._tokenizer = load_tokenizer(config)
         self._open: Engine | None = build_engine(config, self._tokenizer)
-        self._defaults = _defaults(generation_defaults, self._engine.loaded.generation_config.to_dict())
+        self._defaults = _defaults(generation_defaults, self._engine.loaded.generation)
         self._folder = source_folder(config)
         self._streaming = False
         self.notes = tuple(self._engine.notes)

@@ -93,7 +93,8 @@ def clocked(core: EngineCore) -> Iterator[Callable[[], dict[str, float]]]:
     else:
         put(runner.backend, "attend", ATTENTION)
         put(runner.backend, "write", ATTENTION)
-    for part, module in _products(runner.parts.model):
+    parts: Any = runner.parts
+    for part, module in _products(parts.model):
         put(module, "forward", part)
     try:
         yield lambda: _together(clock.seconds, {} if times is None else times.seconds())

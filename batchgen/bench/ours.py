@@ -212,7 +212,8 @@ class Ours:
         }
 
     def _machine(self, passed: _Passed, done: list[tuple[Request, Output]]) -> dict[str, Any]:
-        model = self._core.runner.parts.model
+        parts: Any = self._core.runner.parts
+        model = parts.model
         shapes = model_shapes(model.config, [layer.spec for layer in self._core.runner.layers])
         bandwidth = read_bandwidth()
         alone = self._alone(done, bandwidth) if len(done) == 1 else None
@@ -250,7 +251,8 @@ class Ours:
         if output.completion_tokens < 2 or output.decode_seconds <= 0:
             return None
         runner = self._core.runner
-        model = runner.parts.model
+        parts: Any = runner.parts
+        model = parts.model
         unread = model.get_input_embeddings()
         weights = weight_bytes(module for module in model.modules() if module is not unread)
         context = statistics.fmean((output.prompt_tokens, output.prompt_tokens + output.completion_tokens))
@@ -273,7 +275,7 @@ def _ready(spec: JobSpec) -> ReadyEngine:
         prompt = bind_prompt(spec, inputs)
     source = find_model(spec)
     source.fetch_weights()
-    return build(worker_config(spec, prompt, source.commit))
+    return build(worker_config(spec, prompt, source.commit), in_full=True)
 
 
 def _groups(spec: JobSpec) -> Iterator[list[Any]]:

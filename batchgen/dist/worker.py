@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-import transformers
-
 from batchgen.dist.serve import ReadyEngine, serve
 from batchgen.engine.build import Engine, build_engine, load_tokenizer, source_folder
 from batchgen.engine.config import EngineConfig
@@ -24,24 +22,24 @@ from batchgen.text.task_request import TaskRequests
 from batchgen.types import Task
 
 
-def build(config: Mapping[str, Any]) -> ReadyEngine:
+def build(config: Mapping[str, Any], *, in_full: bool = False) -> ReadyEngine:
     """The engine of a job.
 
     Args:
         config: the `start` message's configuration.
+        in_full: load the model by transformers, for those who look into it.
 
     Raises:
         BatchgenError: the job cannot run here as asked.
     """
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     pinned = dict(config.get("pinned") or {})
     engine_config = _engine_config(config, pinned)
     tokenizer = load_tokenizer(engine_config)
     prompt = PromptSpec.from_dict(config["prompt"])
     renderer = PromptRenderer(prompt, tokenizer, _first_attempt(pinned))
     renderer.probe()
-    engine = build_engine(engine_config, tokenizer)
-    model_defaults = engine.loaded.generation_config.to_dict()
+    engine = build_engine(engine_config, tokenizer, progress=False, in_full=in_full)
+    model_defaults = engine.loaded.generation
     wanted = config.get("generation_defaults", "model") == "model"
     defaults = pinned.get("generation_defaults")
     if defaults is None:

@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
+import importlib.metadata
 import platform
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 
 import batchgen
 from batchgen.core.scheduler import Scheduler, SchedulerConfig
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.core import EngineCore
-from batchgen.engine.invariance import model_is_invariant
-from batchgen.engine.materials import KV_DTYPE_NAMES, Materials
-from batchgen.engine.memory import (
-    MemoryPlan,
-    default_threads,
-)
-from batchgen.engine.reading import Labels
+from batchgen.engine.memory import MemoryPlan, default_threads
+from batchgen.engine.prepared import place_of, recall_start
+from batchgen.engine.ready import Ready, ready_by_memory
 from batchgen.grammar import counted
-from batchgen.models.latent import latent_notes
-from batchgen.models.loader import DTYPES, LoadedModel, load_config, load_model, task_of
-from batchgen.models.probe import LayerAttention, probe_model
-from batchgen.models.refusals import refuse_config
-from batchgen.models.rope import pin_rope
 from batchgen.models.source import ModelSource, find_model, find_tokenizer
 from batchgen.promise import SAME, VARIES, Promise, check_kv_dtype, promise, resolve_dtypes
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import Task, UsageError
-from batchgen_kernels.backend import AttentionBackend
-from batchgen_kernels.capability import CAPABILITIES
-from batchgen_kernels.registry import BackendError, Selection, select
+
+if TYPE_CHECKING:
+    from batchgen.models.loader import LoadedModel
+    from batchgen.models.prepared import PreparedModel
 
 CPU_BATCHED_TOKENS = 512
 CPU_SEQUENCES = 64
 BLOCK_SIZE = 16
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +43,7 @@ class Engine:
 
     core: EngineCore
     tokenizer: Tokenizer
-    loaded: LoadedModel
+    loaded: LoadedModel | PreparedModel
     config: EngineConfig
     pinned: dict[str, Any]
     facts: dict[str, Any]
@@ -79,12 +69,16 @@ def _source(config: EngineConfig) -> ModelSource:
     return find_model(config.model, config.revision, allow_pickle=config.allow_pickle)
 
 
-def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig, tokenizer: Tokenizer | None = None, *, progress: bool = True, in_full: bool = False
+) -> Engine:
     """Load the model and make everything ready for the first request.
 
     Args:
         config: what was asked for.
         tokenizer: from `load_tokenizer`, if it was called before.
+        progress: whether bars may be shown while weights are loaded.
+        in_full: load the model by transformers, whatever an earlier start has kept.
 
     Raises:
         UsageError: the model cannot run here as asked; says why and which setting to change.
@@ -94,10 +88,8 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
     dtype, kv_dtype = resolve_dtypes(config.dtype, config.kv_cache_dtype)
     check_kv_dtype(dtype, kv_dtype)
     tokenizer = tokenizer or load_tokenizer(config)
-    source = _source(config)
-    task = _task(config, source.tokenizer_folder())
-    refuse_config(load_config(source.tokenizer_folder()), task)
-    loaded = load_model(source.weights_folder(), dtype, allow_pickle=config.allow_pickle, task=task)
+    if config.task not in ("auto", *Task):
+        raise UsageError(f"task: {config.task!r} is not allowed; use auto, {', '.join(Task)}")
     config = dataclasses.replace(
         config,
         dtype=dtype,
@@ -107,78 +99,47 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> En
         block_size=config.block_size or BLOCK_SIZE,
         num_threads=threads,
     )
-    layers = probe_model(loaded.model)
-    backend, reason = _backend(config, layers)
-    _check_block_size(backend, config.block_size or BLOCK_SIZE)
-    materials = Materials(config, loaded, layers, backend)
-    memory = materials.memory()
-    rope_notes = pin_rope(loaded.model, memory.max_model_len)
     promised = promise("cpu", dtype, kv_dtype, config.deterministic)
-    runner, row_multiple = materials.checked_runner(memory, invariant=promised.checked)
-    invariant = (
-        row_multiple is not None
-        and CAPABILITIES[backend.name].batch_invariant
-        and model_is_invariant(runner, loaded.vocab_size, memory.num_blocks)
-    )
+    ready = _ready(config, promised, progress, in_full)
+    memory = ready.memory
     core = EngineCore(
-        runner,
+        ready.runner,
         Scheduler(_scheduler_config(config, memory), memory.kv_config),
         tokenizer,
-        loaded.eos_token_ids,
+        ready.model.eos_token_ids,
         memory.max_model_len,
-        loaded.vocab_size,
-        _labels(loaded),
+        ready.model.vocab_size,
+        ready.labels,
     )
     return Engine(
         core=core,
         tokenizer=tokenizer,
-        loaded=loaded,
+        loaded=ready.model,
         config=config,
         pinned={"dtype": dtype, "kv_cache_dtype": kv_dtype, "max_model_len": memory.max_model_len},
-        facts=_facts(threads, backend, invariant, row_multiple, memory),
+        facts=_facts(threads, ready),
         notes=[
             *memory.table(),
-            *latent_notes(loaded.config, layers, KV_DTYPE_NAMES[kv_dtype].itemsize),
-            *rope_notes,
-            f"attention: {reason}",
-            *([f"layers: {materials.substitutes.description}"] if materials.substitutes else []),
-            _invariance_note(promised, config, invariant),
+            *ready.notes,
+            f"attention: {ready.backend.reason}",
+            *([f"layers: {ready.description}"] if ready.description else []),
+            _invariance_note(promised, config, ready.invariant),
         ],
     )
 
 
-def _task(config: EngineConfig, folder: Path) -> Task:
-    if config.task == "auto":
-        return task_of(folder)
-    if config.task not in set(Task):
-        raise UsageError(f"task: {config.task!r} is not allowed; use auto, {', '.join(Task)}")
-    return Task(config.task)
+def _ready(config: EngineConfig, promised: Promise, progress: bool, in_full: bool) -> Ready:
+    """From what an earlier start has kept, else in full."""
+    source = _source(config)
+    place = place_of(config, source)
+    known = None if place is None or in_full else recall_start(place)
+    ready = None if known is None else ready_by_memory(config, known)
+    if ready is not None:
+        return ready
+    # Loads transformers, which takes seconds.
+    from batchgen.engine.first_start import first_start
 
-
-def _labels(loaded: LoadedModel) -> Labels | None:
-    if loaded.task is not Task.CLASSIFY:
-        return None
-    config: Any = loaded.config
-    names = tuple(str(config.id2label[i]) for i in range(config.num_labels))
-    return Labels(names, config.problem_type)
-
-
-def _backend(config: EngineConfig, layers: list[LayerAttention]) -> Selection:
-    specs = [layer.spec for layer in layers]
-    dtype, kv_dtype = DTYPES[config.dtype], KV_DTYPE_NAMES[config.kv_cache_dtype]
-    try:
-        return select(config.attention, specs, torch.device("cpu"), dtype, kv_dtype)
-    except BackendError as error:
-        raise UsageError(f"engine.attention: {error}") from error
-
-
-def _check_block_size(backend: AttentionBackend, block_size: int) -> None:
-    multiple = CAPABILITIES[backend.name].block_size_multiple
-    if block_size % multiple:
-        raise UsageError(
-            f"engine.block_size: {block_size} is not a multiple of {multiple}, which the {backend.name} "
-            "attention backend needs"
-        )
+    return first_start(config, source, place, promised, progress=progress)
 
 
 def _invariance_note(promised: Promise, config: EngineConfig, invariant: bool) -> str:
@@ -207,23 +168,17 @@ def _scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConf
     )
 
 
-def _facts(
-    threads: int,
-    backend: AttentionBackend,
-    invariant: bool,
-    row_multiple: int | None,
-    memory: MemoryPlan,
-) -> dict[str, Any]:
+def _facts(threads: int, ready: Ready) -> dict[str, Any]:
     return {
         "batchgen": batchgen.__version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": importlib.metadata.version("transformers"),
         "python": platform.python_version(),
         "device": "cpu",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": threads,
-        "attention": backend.name,
-        "batch_invariant": invariant,
-        "row_multiple": row_multiple,
-        "num_blocks": memory.num_blocks,
+        "attention": ready.backend.backend.name,
+        "batch_invariant": ready.invariant,
+        "row_multiple": ready.row_multiple,
+        "num_blocks": ready.memory.num_blocks,
     }

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from transformers.pytorch_utils import Conv1D
 
 from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
+from batchgen.engine.room import INVARIANCE_TOKENS as CHECKED_TOKENS
+from batchgen.engine.room import invariance_blocks
 from batchgen.engine.runner import ModelRunner
 from batchgen.models.activations import activation_modules
 from batchgen.models.experts import expert_modules, expert_weights
@@ -27,7 +29,6 @@ from batchgen.types import Request, SamplingParams
 
 ROWS_PER_THREAD = 4
 CHECKED_MULTIPLES = (1, 2, 3, 4, 5, 8, 13, 16, 31, 32, 64)
-CHECKED_TOKENS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ def model_is_invariant(runner: ModelRunner, vocab_size: int, num_blocks: int) ->
     """
     tokens, groups = CHECKED_TOKENS, len(runner.layout.groups)
     per_group = -(-tokens // runner.block_size)
-    if num_blocks < 3 * groups * per_group + 1:
+    if num_blocks < invariance_blocks(runner.block_size, groups):
         return False
 
     def request(i: int) -> Request:

@@ -11,7 +11,7 @@ import torch
 
 from batchgen.core.kv_layout import KVCacheLayout, plan_layout
 from batchgen.core.kv_spec import KVCacheSpec
-from batchgen.models.probe import LayerAttention
+from batchgen.models.layer_attention import LayerAttention
 from batchgen_kernels.backend import AttentionBackend, KVCache
 
 

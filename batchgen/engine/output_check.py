@@ -15,6 +15,9 @@ import torch
 
 from batchgen.core.kv_spec import KVCacheConfig
 from batchgen.core.scheduler import Scheduler, SchedulerConfig
+from batchgen.engine.room import OUTPUT_CHUNK as CHUNK
+from batchgen.engine.room import OUTPUT_TOKENS as TOKENS
+from batchgen.engine.room import has_room_for_output
 from batchgen.engine.runner import ModelRunner
 from batchgen.models.attention import ATTENTION_NAME
 from batchgen.models.loader import LoadedModel
@@ -24,10 +27,8 @@ from batchgen.types import Request, SamplingParams
 if TYPE_CHECKING:
     from batchgen.models.substitutes import Substitutes
 
-TOKENS = 23
 FORCED = 2
 """Of the tokens, how many are computed one at a time, as if they had been sampled."""
-CHUNK = 10
 EXACT, ROUNDED = 1e-3, 0.7
 """How large the difference may be, as a share of the standard deviation: in float32, and where weights or the
 cache are coarser. Two unrelated outputs differ by 1.4."""
@@ -50,9 +51,7 @@ def output_difference(
     Raises:
         UsageError: they cannot be computed.
     """
-    each = sum(group.peak_blocks(TOKENS, kv_config.block_size, CHUNK) for group in kv_config.groups)
-    # Room for one row more than there are, so that none has to wait for another or is preempted.
-    if max_model_len <= TOKENS or kv_config.num_blocks <= 3 * each:
+    if not has_room_for_output(kv_config, max_model_len):
         return None
     ids = [(11 + 37 * t + 5 * t * t) % loaded.vocab_size for t in range(TOKENS)]
     try:

@@ -15,15 +15,14 @@ from batchgen.core.scheduler import SchedulerOutput
 from batchgen.engine.inputs import PackedStep, pack_step, round_up
 from batchgen.engine.kv_memory import KVMemory
 from batchgen.models.forward_context import forward_context
-from batchgen.models.loader import LoadedModel
-from batchgen.models.parts import ModelParts
-from batchgen.models.probe import LayerAttention
+from batchgen.models.layer_attention import LayerAttention
 from batchgen_kernels.backend import AttentionBackend
 from batchgen_kernels.metadata import AttentionMetadata
 
 if TYPE_CHECKING:
-    from batchgen.models.decoder import FusedDecoder
-    from batchgen_kernels.cpu.decoder import DecoderProgram
+    from batchgen.models.loader import LoadedModel
+    from batchgen.models.prepared import PreparedModel
+    from batchgen_kernels.cpu.decoder import DecoderProgram, DecoderWeights
 
 
 class _StepContext:
@@ -73,7 +72,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        loaded: LoadedModel | PreparedModel,
         layers: list[LayerAttention],
         backend: AttentionBackend,
         layout: KVCacheLayout,
@@ -82,10 +81,10 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         row_multiple: int,
-        decoder: FusedDecoder | None = None,
+        decoder: DecoderWeights | None = None,
         max_rows: int = 0,
     ) -> None:
-        self.parts = ModelParts(loaded.model, loaded.task)
+        self.parts = loaded.parts()
         self.layers = layers
         self.backend = backend
         self.block_size = block_size
@@ -94,7 +93,7 @@ class ModelRunner:
         self.kv = KVMemory(layout, layers, backend, kv_dtype, num_blocks=num_blocks, block_size=block_size)
         self.program = None if decoder is None else self._program(decoder, max_rows)
 
-    def _program(self, decoder: FusedDecoder, max_rows: int) -> DecoderProgram:
+    def _program(self, decoder: DecoderWeights, max_rows: int) -> DecoderProgram:
         # Needs Numba, which is there where there are programs.
         from batchgen_kernels.cpu.decoder import DecoderLayer, DecoderProgram
 
@@ -102,7 +101,7 @@ class ModelRunner:
             DecoderLayer(layer.spec, cache, place.group, layer.sinks)
             for layer, cache, place in zip(self.layers, self.kv.caches, self.layout.places, strict=True)
         ]
-        return DecoderProgram(decoder.weights, layers, self.backend, max_rows)  # type: ignore[arg-type]
+        return DecoderProgram(decoder, layers, self.backend, max_rows)  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> torch.Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchgen.job.file_hash import hash_file, hash_files
+from batchgen.file_hash import hash_file, hash_files
 from batchgen.job.resolved import resolved_dict
 from batchgen.job.spec.job import JobSpec
 from batchgen.text.tokenizer import fingerprint as tokenizer_fingerprint

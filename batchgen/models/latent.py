@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from batchgen.grammar import counted
-from batchgen.models.probe import LayerAttention
+from batchgen.models.layer_attention import LayerAttention
 
 
 def latent_notes(config: PretrainedConfig, layers: Sequence[LayerAttention], itemsize: int) -> list[str]:

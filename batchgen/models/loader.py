@@ -24,6 +24,9 @@ from transformers import (
 
 from batchgen.grammar import counted
 from batchgen.models.attention import ATTENTION_NAME, register_attention
+from batchgen.models.dtypes import DTYPES
+from batchgen.models.parts import ModelParts
+from batchgen.models.rope import longest_sequence
 from batchgen.models.source import CONTEXT_LENGTHS
 from batchgen.types import Task, UsageError
 
@@ -31,7 +34,6 @@ _LOADERS: dict[Task, Any] = {
     Task.EMBED: AutoModel,
     Task.CLASSIFY: AutoModelForSequenceClassification,
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 logger = logging.getLogger(__name__)
 
 
@@ -63,6 +65,25 @@ class LoadedModel:
         """Rows of the input embedding: every token id must be below it."""
         embeddings: Any = self.model.get_input_embeddings()
         return int(embeddings.weight.shape[0])
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The generation configuration."""
+        return self.generation_config.to_dict()
+
+    @property
+    def context(self) -> int:
+        """The longest sequence the model was made for. Raises UsageError: its configuration does not say."""
+        return context_length(self.config)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that `model.max_model_len` may ask for."""
+        return longest_sequence(self.config, self.context)
+
+    def parts(self) -> ModelParts:
+        """What runs it."""
+        return ModelParts(self.model, self.task)
 
 
 def context_length(config: PretrainedConfig) -> int:

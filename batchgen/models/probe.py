@@ -8,7 +8,6 @@ list of supported models: whatever passes the probe runs.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 
 from batchgen.grammar import counted
 from batchgen.models.forward_context import forward_context
+from batchgen.models.layer_attention import LayerAttention
 from batchgen.models.mask_probe import OwnMaskError, SeenMasks, seen_masks
 from batchgen.models.refusals import refusal
 from batchgen.types import UsageError
@@ -26,21 +26,6 @@ KNOWN_OPTIONS = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "dro
 HARMLESS_OPTIONS = frozenset(
     {"is_causal", "position_ids", "use_cache", "output_attentions", "cache_position"}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LayerAttention:
-    """What one layer's attention needs.
-
-    Args:
-        spec: its shape and arithmetic.
-        sinks: its learned extra logits, `(num_heads,)`.
-        source: the earlier layer whose keys and values it is handed, if it has none of its own.
-    """
-
-    spec: AttentionSpec
-    sinks: torch.Tensor | None = None
-    source: int | None = None
 
 
 class _Recorder:

@@ -32,6 +32,7 @@ class PackedLinear(torch.nn.Module):
         super().__init__()
         weight: Any = original.weight
         weights = pack(weight.T if isinstance(original, Conv1D) else weight, original.bias)  # type: ignore[arg-type]
+        self.weights = weights
         self.original: torch.nn.Module | None = original
         self.suspended = False
         self.register_buffer("panels", weights.panels, persistent=False)

@@ -11,7 +11,7 @@ from engine_harness import make_engine, run, small_pool
 from safetensors.torch import load_file, save_file
 from tiny_models import oracle, save_tiny_llama
 
-from batchgen.models.loader import DTYPES
+from batchgen.models.dtypes import DTYPES
 from batchgen.promise import STORABLE
 from batchgen.types import ErrorClass, SamplingParams, UsageError
 from batchgen_kernels.capability import KV_DTYPES

@@ -7,7 +7,7 @@ import torch
 
 from batchgen.core.kv_layout import KVCacheLayout
 from batchgen.engine.kv_memory import KVMemory, plan_kv_layout
-from batchgen.models.probe import LayerAttention
+from batchgen.models.layer_attention import LayerAttention
 from batchgen_kernels import AttentionSpec
 from batchgen_kernels.reference import ReferenceBackend
 

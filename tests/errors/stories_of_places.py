@@ -172,7 +172,7 @@ def disks_that_fail(stage: Stage) -> None:
         stage.batchgen("export out --format csv", 5)
     with stage.patched((files.FileOps, "fsync", full)):
         stage.batchgen(f"{RUN} --overwrite", 5)
-    from batchgen.job import file_hash
+    from batchgen import file_hash
 
     with stage.patched((file_hash.hashlib, "file_digest", failing)):
         Path("model2").mkdir()

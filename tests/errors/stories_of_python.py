@@ -16,7 +16,7 @@ from tiny_models import save_tiny_llama
 import batchgen as bg
 from batchgen.dist.intake import Closed, Intake
 from batchgen.dist.serve import WorkerLoop
-from batchgen.engine import build
+from batchgen.engine import first_start
 from batchgen.types import BatchgenError, EngineError, InputError, Request, SamplingParams, UsageError
 
 
@@ -93,7 +93,7 @@ def engines_in_this_process(stage: Stage) -> None:
     wrong(dtype="bfloat16", kv_cache_dtype="float16")
     wrong(deterministic=True)
     wrong(tokenizer="gone")
-    with stage.patched((build, "model_is_invariant", lambda *arguments: False)):
+    with stage.patched((first_start, "model_is_invariant", lambda *arguments: False)):
         wrong(deterministic=True)
     llm = bg.LLM(
         "tiny", attention="reference", max_model_len=64, kv_cache_memory=1 << 20, chat_template="{% x"

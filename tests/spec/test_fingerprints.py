@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from job_files import SMALLEST, Write
 
-from batchgen.job import file_hash
+from batchgen import file_hash
 from batchgen.job.drift import check_drift
 from batchgen.job.fingerprints import Fingerprints, ModelFiles, digest, fingerprint
 from batchgen.job.load import load_job

@@ -1,0 +1,40 @@
+"""Choose the attention backend of an engine."""
+
+from __future__ import annotations
+
+import torch
+
+from batchgen.engine.config import EngineConfig
+from batchgen.engine.sizing import KV_DTYPE_NAMES
+from batchgen.models.dtypes import DTYPES
+from batchgen.models.layer_attention import LayerAttention
+from batchgen.types import UsageError
+from batchgen_kernels.backend import AttentionBackend
+from batchgen_kernels.capability import CAPABILITIES
+from batchgen_kernels.registry import BackendError, Selection, select
+
+
+def choose_backend(config: EngineConfig, layers: list[LayerAttention]) -> Selection:
+    """The backend that `config` asks for, or the fastest.
+
+    Raises:
+        UsageError: none can run these layers, or not with blocks of that size.
+    """
+    specs = [layer.spec for layer in layers]
+    dtype, kv_dtype = DTYPES[config.dtype], KV_DTYPE_NAMES[config.kv_cache_dtype]
+    try:
+        chosen = select(config.attention, specs, torch.device("cpu"), dtype, kv_dtype)
+    except BackendError as error:
+        raise UsageError(f"engine.attention: {error}") from error
+    assert config.block_size is not None
+    _check_block_size(chosen.backend, config.block_size)
+    return chosen
+
+
+def _check_block_size(backend: AttentionBackend, block_size: int) -> None:
+    multiple = CAPABILITIES[backend.name].block_size_multiple
+    if block_size % multiple:
+        raise UsageError(
+            f"engine.block_size: {block_size} is not a multiple of {multiple}, which the {backend.name} "
+            "attention backend needs"
+        )

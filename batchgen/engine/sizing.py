@@ -1,0 +1,142 @@
+"""Size the memory of an engine whose model is there, and make its runner."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+from batchgen.core.kv_layout import KVCacheLayout
+from batchgen.engine.config import EngineConfig
+from batchgen.engine.kv_memory import plan_kv_layout
+from batchgen.engine.memory import Budget, CacheShape, MemoryPlan, available_memory, plan_memory
+from batchgen.engine.runner import ModelRunner
+from batchgen.engine.step_memory import SCRATCH_BLOCKS, StepMemory, largest_step
+from batchgen.grammar import counted
+from batchgen.models.dtypes import DTYPES
+from batchgen.models.footprint import mapped_bytes, weight_bytes
+from batchgen.models.layer_attention import LayerAttention
+from batchgen.types import Task
+from batchgen_kernels.backend import AttentionBackend
+
+if TYPE_CHECKING:
+    from batchgen.models.loader import LoadedModel
+    from batchgen.models.prepared import PreparedModel
+    from batchgen_kernels.cpu.decoder import DecoderWeights
+
+KV_DTYPE_NAMES = {**DTYPES, "int8": torch.int8}
+_WITHOUT_LOGITS = frozenset({Task.EMBED, Task.CLASSIFY})
+"""Tasks for which a model is loaded without what makes logits of tokens."""
+
+
+class Sizing(ABC):
+    """A model and what its layers need, for which memory is planned.
+
+    Args:
+        config: with every setting resolved that does not depend on memory.
+        loaded: the model.
+        layers: what each layer's attention needs.
+        backend: of attention.
+        step: the memory of the largest step; None: it is measured.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel | PreparedModel,
+        layers: list[LayerAttention],
+        backend: AttentionBackend,
+        step: StepMemory | None = None,
+    ) -> None:
+        assert config.max_num_batched_tokens is not None
+        assert config.max_num_seqs is not None
+        assert config.block_size is not None
+        assert config.num_threads is not None
+        self.max_tokens, self.max_seqs = config.max_num_batched_tokens, config.max_num_seqs
+        self.threads = config.num_threads
+        self.layers = layers
+        self.step = step
+        self._block_size = config.block_size
+        self._config = config
+        self._model = loaded
+        self._backend = backend
+        self._kv_dtype = KV_DTYPE_NAMES[config.kv_cache_dtype]
+
+    @property
+    @abstractmethod
+    def decoder(self) -> DecoderWeights | None:
+        """Of the layers, where they run as one program."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str | None:
+        """How the layers are computed, for a person; None where there is nothing to say."""
+
+    @abstractmethod
+    def kept(self) -> list[torch.nn.Module]:
+        """Modules that hold the weights when all is settled."""
+
+    def memory(self) -> MemoryPlan:
+        """How much the cache gets.
+
+        Raises:
+            UsageError: one sequence does not fit; says which knob to turn.
+        """
+        config, model = self._config, self._model
+        context = model.context if config.max_model_len is None else model.longest
+        layout = plan_kv_layout(
+            self.layers,
+            self._backend,
+            self._kv_dtype,
+            block_size=self._block_size,
+            max_chunk=self.max_tokens,
+            max_tokens=config.max_model_len or context,
+        )
+        return plan_memory(
+            shape=CacheShape(layout, self._block_size, self.max_tokens),
+            context=context,
+            max_model_len=config.max_model_len,
+            max_num_seqs=self.max_seqs,
+            kv_cache_memory=config.kv_cache_memory,
+            budget=self._budget(layout),
+        )
+
+    def _budget(self, layout: KVCacheLayout) -> Budget:
+        step = self.step = self.step or self._measured(layout)
+        kept = self.kept()
+        # Pages of a mapped file count as memory that can be had, but weights are needed in every step.
+        available = max(0, available_memory() - mapped_bytes(kept))
+        return Budget(
+            available=available // self._config.sharers,
+            weights=weight_bytes(kept),
+            step=step.step,
+            scoring=step.scoring,
+            step_name=f"{counted(self.max_tokens, 'token')}, {self.max_seqs:,} sampled",
+        )
+
+    def _measured(self, layout: KVCacheLayout) -> StepMemory:
+        scratch = self.runner(layout, SCRATCH_BLOCKS, row_multiple=1)
+        step = largest_step(
+            scratch,
+            tokens=self.max_tokens,
+            sampled=self.max_seqs,
+            scores=self._model.task not in _WITHOUT_LOGITS,
+        )
+        scratch.close()
+        return step
+
+    def runner(self, layout: KVCacheLayout, num_blocks: int, row_multiple: int) -> ModelRunner:
+        """A runner with a cache of so many blocks."""
+        return ModelRunner(
+            self._model,
+            self.layers,
+            self._backend,
+            layout,
+            kv_dtype=self._kv_dtype,
+            num_blocks=num_blocks,
+            block_size=self._block_size,
+            row_multiple=row_multiple,
+            decoder=self.decoder,
+            max_rows=self.max_tokens,
+        )
