@@ -8,6 +8,7 @@ MODEL := build/SmolLM2-135M-Instruct.Q4_1.gguf
 HUMANEVAL := build/HumanEval.jsonl.gz
 # File after file in the order of folders; by itself xdist leaves to the end the files of few and long tests.
 PYTEST_TWO := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+AHEAD_OF_TIME := TRITON_CACHE_DIR=build/triton-cache TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python tests/kernels/ahead_of_time.py
 KILLS ?= 40
 ROWS ?= 4000
 MINUTES ?= 1
@@ -16,7 +17,7 @@ PEERS ?= $(HOME)/.cache/batchgen-peers
 ONLY ?=
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory job-side scale bench peers bench-kv bench-determinism audit clean
+.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory job-side scale bench peers bench-kv bench-determinism kernels kernels-aot audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,6 +61,7 @@ ci: test ## the longer suites too, under 60 minutes
 	$(BIN)/python tests/e2e/storm.py --kills 3 --rows 32 --fresh
 	$(BIN)/python tests/e2e/storm_fake.py --fresh
 	PYTHONPATH=tests:tests/models $(BIN)/python tests/e2e/soak.py --minutes 1
+	$(AHEAD_OF_TIME)
 
 parity: $(MODEL) $(HUMANEVAL) ## greedy output against transformers on 64 real prompts
 	BATCHGEN_PARITY_PROMPTS=64 $(BIN)/python -m pytest tests/parity/test_real_parity.py --timeout 3600
@@ -111,6 +113,18 @@ bench-kv: $(MODEL) $(HUMANEVAL) ## accuracy, memory and speed of each dtype of t
 
 bench-determinism: $(MODEL) $(HUMANEVAL) ## what engine.deterministic costs
 	$(BIN)/python tests/bench/determinism.py
+
+kernels: $(VENV)/.installed ## the Triton kernels in the interpreter, 200 random shapes of each kind
+	BATCHGEN_KERNELS=200 $(BIN)/python -m pytest tests/kernels/test_triton_interpreter.py --timeout 7200
+
+# The version that GPU machines with torch 2.11 have, beside the installed one.
+build/triton-3.6: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ triton==3.6.0
+	touch $@
+
+kernels-aot: build/triton-3.6 ## compile the Triton kernels for GPUs; registers, spills, shared memory
+	$(AHEAD_OF_TIME)
+	PYTHONPATH=build/triton-3.6:$${PYTHONPATH:-} $(AHEAD_OF_TIME)
 
 audit: $(VENV)/.installed ## known vulnerabilities of the dependencies
 	$(BIN)/python tests/packaging/audit.py

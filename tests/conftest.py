@@ -25,7 +25,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # How fast a busy machine makes examples says nothing of the code, and fixtures here are not changed.
 # A run for a commit tries the same examples each time, so that what fails is the commit's doing; the longer
 # runs by hand look for new ones.
-BY_HAND = {"BATCHGEN_STEPS", "BATCHGEN_FUZZ", "BATCHGEN_RANDOM"}
+BY_HAND = {"BATCHGEN_STEPS", "BATCHGEN_FUZZ", "BATCHGEN_RANDOM", "BATCHGEN_KERNELS"}
 settings.register_profile(
     "batchgen",
     deadline=None,

@@ -1,6 +1,7 @@
-"""What can be wrong with a job's model that its small files tell. For `validate`, `plan` and `run`.
+"""What can be wrong with a job's model that its small files tell, and with how it is to run.
 
-After the tokenizer is loaded where it is: torch is in memory then, and nobody else needs to be asked.
+For `validate`, `plan` and `run`, after the tokenizer is loaded where it is: torch is in memory then, and
+nobody else needs to be asked.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from batchgen.job.spec.job import JobSpec
     from batchgen.models.source import ModelSource
 
+_ANYWHERE = {"auto", "cpu", "reference"}
+"""Attention backends that run on every machine."""
+
 
 def check_model(spec: JobSpec, source: ModelSource, report: Report) -> None:
     """Whether the model can run here at all, and has what the task needs.
@@ -25,6 +29,12 @@ def check_model(spec: JobSpec, source: ModelSource, report: Report) -> None:
         source: where its model lies.
         report: gets faults.
     """
+    if spec.sound("engine.attention") and spec.engine.attention not in _ANYWHERE:
+        # Loads torch.
+        from batchgen.engine.backend_choice import check_attention
+
+        with report.check("engine", "attention"):
+            check_attention(spec.engine.attention)
     if not spec.sound("task"):
         return
     task = Task(spec.task)

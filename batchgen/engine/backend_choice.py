@@ -11,7 +11,19 @@ from batchgen.models.layer_attention import LayerAttention
 from batchgen.types import UsageError
 from batchgen_kernels.backend import AttentionBackend
 from batchgen_kernels.capability import CAPABILITIES
-from batchgen_kernels.registry import BackendError, Selection, select
+from batchgen_kernels.registry import BackendError, Selection, check_device, select
+
+
+def check_attention(name: str) -> None:
+    """Whether the backend called `name` runs on this machine, whatever the model.
+
+    Raises:
+        UsageError: it does not; says why.
+    """
+    try:
+        check_device(name, "cpu")
+    except BackendError as error:
+        raise UsageError(f"engine.attention: {error}") from error
 
 
 def choose_backend(config: EngineConfig, layers: list[LayerAttention]) -> Selection:

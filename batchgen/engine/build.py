@@ -13,6 +13,7 @@ import torch
 
 import batchgen
 from batchgen.core.scheduler import Scheduler, SchedulerConfig
+from batchgen.engine.backend_choice import check_attention
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.core import EngineCore
 from batchgen.engine.memory import MemoryPlan, default_threads
@@ -87,6 +88,7 @@ def build_engine(
     torch.set_num_threads(threads)
     dtype, kv_dtype = resolve_dtypes(config.dtype, config.kv_cache_dtype)
     check_kv_dtype(dtype, kv_dtype)
+    check_attention(config.attention)
     tokenizer = tokenizer or load_tokenizer(config)
     if config.task not in ("auto", *Task):
         raise UsageError(f"task: {config.task!r} is not allowed; use auto, {', '.join(Task)}")

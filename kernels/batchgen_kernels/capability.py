@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -47,13 +48,11 @@ class Capability:
 
         `kv_dtype` is what keys and values are stored as; None for `dtype`.
         """
+        absent = self.absence(device)
+        if absent is not None:
+            return absent
         kv_dtype = dtype if kv_dtype is None else kv_dtype
-        missing = [m for m in self.requires if importlib.util.find_spec(m) is None]
         widest = max(spec.head_size, spec.v_head_size)
-        if missing:
-            return f"the {self.name} attention backend needs {', '.join(missing)}, which is not installed"
-        if device.type not in self.devices:
-            return f"the {self.name} attention backend runs on {_names(self.devices)}, not on {device.type}"
         if dtype not in self.dtypes:
             return (
                 f"the {self.name} attention backend computes in {_names(self.dtypes)}, not in {_name(dtype)}"
@@ -72,6 +71,15 @@ class Capability:
             return (
                 f"the {self.name} attention backend takes head sizes up to {self.max_head_size}, not {widest}"
             )
+        return None
+
+    def absence(self, device: torch.device) -> str | None:
+        """Why this backend cannot run any layer on `device`, or None if it can run some."""
+        missing = [m for m in self.requires if importlib.util.find_spec(m) is None]
+        if missing:
+            return f"the {self.name} attention backend needs {', '.join(missing)}, which is not installed"
+        if device.type not in self.devices:
+            return f"the {self.name} attention backend runs on {_names(self.devices)}, not on {device.type}"
         return None
 
 
@@ -95,6 +103,22 @@ More than the model computes with would cost memory and hold nothing more; of th
 lacks range or precision that the other has.
 """
 
+
+def _triton(interpreted: bool) -> Capability:
+    """On a GPU; on the processor only by triton's interpreter, which gets bfloat16 wrong."""
+    floats = {torch.float32, torch.float16} | (set() if interpreted else {torch.bfloat16})
+    return Capability(
+        name="triton",
+        target="batchgen_kernels.triton_kernels:TritonBackend",
+        devices=frozenset({"cuda", "cpu"} if interpreted else {"cuda"}),
+        dtypes=frozenset(floats),
+        kv_dtypes=frozenset(floats | {torch.int8}),
+        requires=("triton",),
+        block_size_multiple=16,
+        max_head_size=256,
+    )
+
+
 # In the order in which 'auto' tries them.
 CAPABILITIES: dict[str, Capability] = {
     c.name: c
@@ -109,6 +133,7 @@ CAPABILITIES: dict[str, Capability] = {
             block_size_multiple=16,
             batch_invariant=True,
         ),
+        _triton(interpreted=os.environ.get("TRITON_INTERPRET") == "1"),
         Capability(
             name="reference",
             target="batchgen_kernels.reference:ReferenceBackend",

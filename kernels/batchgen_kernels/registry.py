@@ -57,7 +57,21 @@ def select(
     raise BackendError(f"no attention backend can run this model: {'; '.join(refusals)}")
 
 
+def check_device(name: str, device: torch.device | str) -> None:
+    """Whether the backend called `name` can run on `device`, before a model is loaded; "auto" always can.
+
+    Raises:
+        BackendError: the name is unknown, or the backend runs elsewhere.
+    """
+    if name != "auto":
+        _permit(name, lambda capability: capability.absence(torch.device(device)))
+
+
 def _select_named(name: str, refusal_of: Callable[[Capability], str | None]) -> Selection:
+    return Selection(_load(_permit(name, refusal_of)), f"{name}: asked for by name")
+
+
+def _permit(name: str, refusal_of: Callable[[Capability], str | None]) -> Capability:
     capability = CAPABILITIES.get(name)
     if capability is None:
         known = ", ".join(["auto", *CAPABILITIES])
@@ -65,7 +79,7 @@ def _select_named(name: str, refusal_of: Callable[[Capability], str | None]) -> 
     refusal = refusal_of(capability)
     if refusal is not None:
         raise BackendError(f"{refusal}; use 'auto' or another backend")
-    return Selection(_load(capability), f"{name}: asked for by name")
+    return capability
 
 
 def _load(capability: Capability) -> AttentionBackend:

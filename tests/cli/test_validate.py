@@ -301,6 +301,16 @@ def test_what_keys_and_values_cannot_be_stored_as(write_job: Write, capsys: Capt
     ) in capsys.readouterr().err
 
 
+def test_an_attention_backend_of_another_device(write_job: Write, capsys: Captured) -> None:
+    job = write_job("engine: {attention: triton}\n")
+    assert main(["validate", job]) == 2
+    assert capsys.readouterr().err.startswith(
+        "batchgen: job.yaml:4:21: engine.attention: the triton attention backend runs on cuda, not on cpu; "
+        "use 'auto' or another backend"
+    )
+    assert main(["validate", job, "--set", "engine.attention=reference"]) == 0
+
+
 def test_a_pooling_that_is_not_there(write_job: Write, capsys: Captured) -> None:
     job = write_job("task: embed\nembedding: {pooling: auto}\n")
     shutil.copytree("model", "other")

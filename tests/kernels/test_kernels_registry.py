@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from batchgen_kernels import CAPABILITIES, AttentionSpec, BackendError, select
+from batchgen_kernels.registry import check_device
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 SPEC = AttentionSpec(num_heads=2, num_kv_heads=1, head_size=8, v_head_size=8, scale=1.0)
@@ -28,7 +29,7 @@ def test_auto_takes_the_first_that_can() -> None:
 
 def test_a_name_is_obeyed_or_refused() -> None:
     assert select("reference", SPEC, "cpu").backend.name == "reference"
-    with pytest.raises(BackendError, match="'fast' does not exist; use one of auto, cpu, reference"):
+    with pytest.raises(BackendError, match="'fast' does not exist; use one of auto, cpu, triton, reference"):
         select("fast", SPEC, "cpu")
     with pytest.raises(BackendError, match="not in float64; use 'auto'"):
         select("cpu", SPEC, "cpu", torch.float64)
@@ -38,8 +39,29 @@ def test_a_name_is_obeyed_or_refused() -> None:
         select("reference", SPEC, "cpu", torch.bfloat16, torch.float16)
 
 
+def test_a_backend_of_another_device_says_so() -> None:
+    reason = "the triton attention backend runs on cuda, not on cpu"
+    with pytest.raises(BackendError, match=f"{reason}; use 'auto' or another backend"):
+        select("triton", SPEC, "cpu")
+    with pytest.raises(BackendError, match=reason):
+        check_device("triton", "cpu")
+    with pytest.raises(BackendError, match="'fast' does not exist"):
+        check_device("fast", "cpu")
+    check_device("triton", "cuda")
+    check_device("auto", "cpu")
+
+
+def test_a_backend_whose_package_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(BackendError, match="the triton attention backend needs triton, which is not inst"):
+        check_device("triton", "cuda")
+    assert select("auto", SPEC, "cpu").backend.name == "reference"
+
+
 def test_every_backend_agrees_with_the_table() -> None:
     for name, capability in CAPABILITIES.items():
+        if "cpu" not in capability.devices:
+            continue
         backend = select(name, SPEC, "cpu").backend
         assert backend.name == name
         for dtype in (torch.float32, torch.float16, torch.int8):
@@ -68,7 +90,7 @@ def test_the_table_of_what_keys_and_values_are_stored_as() -> None:
         ("float16", "float16"),
         ("float16", "int8"),
     }
-    places = {("cpu", "cpu"), ("reference", "cpu"), ("reference", "cuda")}
+    places = {("cpu", "cpu"), ("triton", "cuda"), ("reference", "cpu"), ("reference", "cuda")}
     assert allowed == {(*place, *pair) for place in places for pair in pairs}
 
 

@@ -15,8 +15,8 @@ class EngineSpec(Section):
 
     device: Annotated[Literal["auto", "cpu"], Rule("auto or cpu", later=("cuda", "gpu"))] = "auto"
     attention: Annotated[
-        Literal["auto", "cpu", "reference"],
-        Rule("auto, cpu or reference", later=("triton", "flash_attn")),
+        Literal["auto", "cpu", "reference", "triton"],
+        Rule("auto, cpu, reference or triton", later=("flash_attn",)),
     ] = "auto"
     max_num_batched_tokens: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"
     max_num_seqs: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"

@@ -1,0 +1,51 @@
+"""The Triton backend of attention: `backend.py` is called by the engine, `*_kernel.py` run on the device.
+
+Importing it loads triton. Under TRITON_INTERPRET=1 the same kernels run on the processor, slowly, as tests.
+
+**Cache.** A page holds one block of one layer, its parts one after the other, scales first:
+
+```
+int8 only:  key_scale   float32 [num_kv_heads, block_size]
+            value_scale float32 [num_kv_heads, block_size]
+            key         kv_dtype [num_kv_heads, block_size, head_size]
+            value       kv_dtype [num_kv_heads, block_size, v_head_size]
+```
+
+A program reads one KV head: its keys, values and scales of a block are three runs of neighbouring bytes
+(4 KiB of keys with 16 positions of 128 in 16 bits). Heads are not padded, so that nothing is read in vain.
+
+**Rows.** A tile is `tokens` rows of one sequence times `heads` query heads of one KV head, packed, so that a
+key is read once for all of them: 4 heads a KV head make 4 rows of one decoding token.
+
+```
+tile row    0      1      2      3      4      5  ...
+token       t      t      t      t      t+1    t+1
+head        4g     4g+1   4g+2   4g+3   4g     4g+1
+```
+
+Prompts, chunks and single tokens are one launch: sequence s owns the tiles from
+`query_start_loc[s] // tokens + s`, which a program searches for its own; tiles beyond a sequence's rows end
+at once. A group larger than the tile is cut into chunks.
+
+**Keys** are walked in tiles of `keys` positions from a multiple of `keys`, those before the window's first
+and after the tile's last row left out. Where a block holds whole tiles one entry of the block table is read
+for each, else one for each key. Vectors are cut into two powers of two (192 = 128 + 64, 80 = 64 + 16), each a
+product of its own. Positions that no row of the tile sees are never read. A position that one row of the tile
+sees and another does not is multiplied by 0 for the other; so a stored NaN, which marks what overflowed,
+reaches rows of the same sequence before it, if they share its step, and no other sequence.
+
+**Sums.** The softmax is in base 2 and online: largest score, weight and sum of a row stay in float32
+registers. Products of float32 are exact to float32 (`input_precision="ieee"`); in 16 bits the operands are
+rounded, probabilities too. int8 keys enter the product as integers and their scales multiply scores, int8
+values are scaled before it. A sink joins the weight at the end.
+
+**Splits.** With fewer programs than the device runs at a time each tile's keys are divided further
+(`tiles.choose_splits` has the formula); a second kernel adds the parts up. With `fixed_split` parts end at
+multiples of it and tiles have one size, so that how a row is summed depends on its position alone.
+
+**Sizes** of tiles and pipelines are in `tiles.TILE_LIMITS`; `make kernels-aot` prints what they take.
+"""
+
+from batchgen_kernels.triton_kernels.backend import TritonBackend
+
+__all__ = ["TritonBackend"]

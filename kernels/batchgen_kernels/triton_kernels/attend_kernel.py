@@ -1,0 +1,272 @@
+"""Device code of paged attention; `backend.py` launches it. Layout and method are told in `__init__.py`.
+
+Offsets into the cache, the queries and the output are counted in elements, in 64 bits where a product of
+two sizes may pass 2**31.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _sequence_of(tile, starts_ptr, num_seqs, TILE_TOKENS: tl.constexpr):
+    """The last sequence whose first tile is not after `tile`."""
+    low = tl.full([], 0, tl.int32)
+    high = num_seqs + low
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = tl.load(starts_ptr + middle)
+        if TILE_TOKENS > 1:
+            first = first // TILE_TOKENS + middle
+        before = first <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
+def _load_part(ptr, offsets, present, FIRST: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns FIRST to FIRST + PART of the rows at `offsets` [n], 0 where absent or beyond WIDTH."""
+    column = FIRST + tl.arange(0, PART)
+    mask = present[:, None]
+    if FIRST + PART > WIDTH:
+        mask = mask & (column < WIDTH)[None, :]
+    return tl.load(ptr + offsets[:, None] + column[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _store_part(ptr, offsets, present, x, FIRST: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+    column = FIRST + tl.arange(0, PART)
+    mask = present[:, None] & (column < WIDTH)[None, :]
+    tl.store(ptr + offsets[:, None] + column[None, :], x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_splits"])
+def attend_kernel(
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    sinks_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    table_ptr,
+    num_seqs,
+    num_splits,
+    query_token_stride,
+    query_head_stride,
+    table_stride,
+    key_page,
+    value_page,
+    key_scale_page,
+    value_scale_page,
+    factor,
+    cap,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    V_HEAD_SIZE: tl.constexpr,
+    V1: tl.constexpr,
+    V2: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FIXED_TILES: tl.constexpr,
+):
+    """One tile of query rows of one KV head against one split of its keys.
+
+    Grid: (tiles, KV heads x chunks of their query heads, splits). `SPLIT` writes float32 sums to
+    `partial_ptr` [T, HEADS, num_splits, V_HEAD_SIZE] and (largest score, weight) to `stats_ptr`
+    [T, HEADS, num_splits, 2] for `merge_kernel`; else the result goes to `out_ptr`. `FIXED_TILES` counts
+    the key tiles of a split from position 0; 0 divides what this tile sees by the number of splits.
+    """
+    # Later tiles of a sequence see more keys: who starts first should take longest.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    CHUNKS: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    kv_head = tl.program_id(1) // CHUNKS
+    chunk = tl.program_id(1) % CHUNKS
+    split = tl.program_id(2)
+
+    seq = _sequence_of(tile, starts_ptr, num_seqs, TILE_TOKENS)
+    start = tl.load(starts_ptr + seq)
+    num_rows = tl.load(starts_ptr + seq + 1) - start
+    history = tl.load(seq_lens_ptr + seq) - num_rows
+    if TILE_TOKENS > 1:
+        first = (tile - start // TILE_TOKENS - seq) * TILE_TOKENS
+    else:
+        first = tile - start
+    if first >= num_rows:
+        return
+
+    row = tl.arange(0, BLOCK_M)
+    token = first + row // TILE_HEADS
+    group_head = chunk * TILE_HEADS + row % TILE_HEADS
+    valid = (row < TILE_TOKENS * TILE_HEADS) & (token < num_rows) & (group_head < GROUP)
+    head = kv_head * GROUP + group_head
+    position = history + token
+    step_row = (start + token).to(tl.int64)
+    query_row = step_row * query_token_stride + head * query_head_stride
+    query1 = _load_part(query_ptr, query_row, valid, 0, K1, HEAD_SIZE)
+    if K2 > 0:
+        query2 = _load_part(query_ptr, query_row, valid, K1, K2, HEAD_SIZE)
+
+    end = history + tl.minimum(first + TILE_TOKENS, num_rows)
+    begin = tl.full([], 0, tl.int32)
+    if WINDOW > 0:
+        begin = tl.maximum(history + first - WINDOW + 1, 0)
+    low = begin // BLOCK_N
+    high = (end + BLOCK_N - 1) // BLOCK_N
+    if SPLIT:
+        if FIXED_TILES > 0:
+            low = tl.maximum(low, split * FIXED_TILES)
+            high = tl.minimum(high, (split + 1) * FIXED_TILES)
+        else:
+            share = (high - low + num_splits - 1) // num_splits
+            low = low + split * share
+            high = tl.minimum(high, low + share)
+
+    table_row = table_ptr + seq.to(tl.int64) * table_stride
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    sum1 = tl.zeros([BLOCK_M, V1], tl.float32)
+    if V2 > 0:
+        sum2 = tl.zeros([BLOCK_M, V2], tl.float32)
+    column = tl.arange(0, BLOCK_N)
+    for n in range(low, high):
+        key_position = n * BLOCK_N + column
+        # What no row sees may hold anything: it is never read.
+        present = (key_position >= begin) & (key_position < end)
+        if BLOCK_SIZE % BLOCK_N == 0:
+            block = tl.load(table_row + n * BLOCK_N // BLOCK_SIZE).to(tl.int64)
+            place = kv_head * BLOCK_SIZE + n * BLOCK_N % BLOCK_SIZE + column
+        else:
+            block = tl.load(table_row + key_position // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
+            place = kv_head * BLOCK_SIZE + key_position % BLOCK_SIZE
+
+        key_row = block * key_page + place * HEAD_SIZE
+        key = _load_part(key_ptr, key_row, present, 0, K1, HEAD_SIZE).to(query1.dtype)
+        scores = tl.dot(query1, tl.trans(key), input_precision="ieee")
+        if K2 > 0:
+            key = _load_part(key_ptr, key_row, present, K1, K2, HEAD_SIZE).to(query1.dtype)
+            scores = tl.dot(query2, tl.trans(key), scores, input_precision="ieee")
+        if SCALED:
+            key_scale = tl.load(key_scale_ptr + block * key_scale_page + place, mask=present, other=0)
+            scores = scores * key_scale[None, :]
+        scores = scores * factor
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (1 + exp(2x)), right at both ends without a branch.
+            scores = cap * (1 - 2 / (1 + tl.exp2(scores)))
+        visible = present[None, :] & (key_position[None, :] <= position[:, None])
+        if WINDOW > 0:
+            visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+
+        # A row that sees nothing yet keeps -inf, and must not subtract it from itself.
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        probability = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(largest - base)
+        weight = weight * fade + tl.sum(probability, 1)
+        largest = larger
+        probability = probability.to(query1.dtype)
+
+        value_row = block * value_page + place * V_HEAD_SIZE
+        if SCALED:
+            value_scale = tl.load(value_scale_ptr + block * value_scale_page + place, mask=present, other=0)
+        value = _load_part(value_ptr, value_row, present, 0, V1, V_HEAD_SIZE)
+        if SCALED:
+            value = value.to(tl.float32) * value_scale[:, None]
+        sum1 = tl.dot(probability, value.to(query1.dtype), sum1 * fade[:, None], input_precision="ieee")
+        if V2 > 0:
+            value = _load_part(value_ptr, value_row, present, V1, V2, V_HEAD_SIZE)
+            if SCALED:
+                value = value.to(tl.float32) * value_scale[:, None]
+            sum2 = tl.dot(probability, value.to(query1.dtype), sum2 * fade[:, None], input_precision="ieee")
+
+    out_row = step_row * HEADS + head
+    if SPLIT:
+        out_row = out_row * num_splits + split
+        tl.store(stats_ptr + out_row * 2, largest, mask=valid)
+        tl.store(stats_ptr + out_row * 2 + 1, weight, mask=valid)
+        # Nothing is written for rows that see none of this split's keys, nor read by `merge_kernel`.
+        valid = valid & (weight != 0)
+        target = partial_ptr
+    else:
+        if SINKS:
+            sink = tl.load(sinks_ptr + head, mask=valid, other=0).to(tl.float32) * 1.4426950408889634
+            larger = tl.maximum(largest, sink)
+            fade = tl.exp2(largest - larger)
+            weight = weight * fade + tl.exp2(sink - larger)
+            sum1 = sum1 * fade[:, None]
+            if V2 > 0:
+                sum2 = sum2 * fade[:, None]
+        weight = tl.where(weight == 0, 1.0, weight)
+        sum1 = sum1 / weight[:, None]
+        if V2 > 0:
+            sum2 = sum2 / weight[:, None]
+        target = out_ptr
+    _store_part(target, out_row * V_HEAD_SIZE, valid, sum1, 0, V1, V_HEAD_SIZE)
+    if V2 > 0:
+        _store_part(target, out_row * V_HEAD_SIZE, valid, sum2, V1, V2, V_HEAD_SIZE)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def merge_kernel(
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    sinks_ptr,
+    num_splits,
+    HEADS: tl.constexpr,
+    V_HEAD_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Add up the splits of BLOCK_H heads of one row, in order. Grid: (rows, chunks of heads).
+
+    A split in which the row sees nothing adds an exact 0, so that the result does not depend on how many
+    there are of them.
+    """
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    valid = head < HEADS
+    row = tl.program_id(0).to(tl.int64) * HEADS + head
+    stats = stats_ptr + row * num_splits * 2
+    largest = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=valid, other=0).to(tl.float32) * 1.4426950408889634
+        largest = sink
+    for s in range(num_splits):
+        largest = tl.maximum(largest, tl.load(stats + s * 2, mask=valid, other=0))
+    weight = tl.zeros([BLOCK_H], tl.float32)
+    if SINKS:
+        weight = tl.exp2(sink - largest)
+    column = tl.arange(0, BLOCK_V)
+    total = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    for s in range(num_splits):
+        share = tl.load(stats + s * 2 + 1, mask=valid, other=0)
+        factor = tl.exp2(tl.load(stats + s * 2, mask=valid, other=0) - largest)
+        # NaN is not 0.
+        seen = (share != 0)[:, None] & (column < V_HEAD_SIZE)[None, :]
+        place = (row * num_splits + s) * V_HEAD_SIZE
+        partial = tl.load(partial_ptr + place[:, None] + column[None, :], mask=seen, other=0)
+        weight += share * factor
+        total += partial * factor[:, None]
+    # Heads beyond the last have no weight.
+    total = total / tl.where(weight == 0, 1.0, weight)[:, None]
+    _store_part(out_ptr, row * V_HEAD_SIZE, valid, total, 0, BLOCK_V, V_HEAD_SIZE)

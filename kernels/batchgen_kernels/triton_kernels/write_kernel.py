@@ -1,0 +1,116 @@
+"""Device code that stores keys and values in the paged cache; `backend.py` launches it.
+
+What is stored is what `storage.py` says, to the bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _write_rows(
+    source_ptr,
+    cache_ptr,
+    scale_ptr,
+    source_row,
+    block,
+    place,
+    present,
+    page,
+    scale_page,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Rows [n] of WIDTH elements at `source_row`, to `place` vectors behind the start of their page."""
+    column = tl.arange(0, PADDED)
+    mask = present[:, None] & (column < WIDTH)[None, :]
+    x = tl.load(source_ptr + source_row[:, None] + column[None, :], mask=mask, other=0)
+    target = cache_ptr + (block * page + place * WIDTH)[:, None] + column[None, :]
+    if SCALED:
+        x = x.to(tl.float32)
+        magnitude = tl.abs(x)
+        # A maximum may leave NaN out, so whether all are finite is asked apart.
+        sick = tl.max(tl.where(magnitude < float("inf"), 0, 1), 1) > 0
+        scale = tl.div_rn(tl.max(magnitude, 1), tl.full([1], 127.0, tl.float32))
+        usable = (scale > 0) & (sick == 0)
+        steps = tl.div_rn(x, tl.where(usable, scale, 1.0)[:, None])
+        # 1.5 * 2**23: a float32 of this size has no fraction, and additions round halves to even.
+        steps = (steps + 12582912.0) - 12582912.0
+        steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
+        elements = tl.where(usable[:, None], steps, 0.0)
+        tl.store(target, elements.to(tl.int8), mask=mask)
+        scale = tl.where(sick, float("nan"), scale)
+        tl.store(scale_ptr + block * scale_page + place, scale, mask=present)
+    else:
+        rounded = x.to(cache_ptr.dtype.element_ty)
+        finite = tl.abs(rounded.to(tl.float32)) < float("inf")
+        tl.store(target, tl.where(finite, rounded, float("nan")).to(cache_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def write_kernel(
+    key_in_ptr,
+    value_in_ptr,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    slots_ptr,
+    num_rows,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    key_page,
+    value_page,
+    key_scale_page,
+    value_scale_page,
+    HEAD_SIZE: tl.constexpr,
+    V_HEAD_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Keys and values of ROWS rows of one KV head. Grid: (chunks of rows, KV heads)."""
+    head = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots_ptr + row, mask=row < num_rows, other=-1)
+    present = slot >= 0
+    block = slot // BLOCK_SIZE
+    place = head * BLOCK_SIZE + slot % BLOCK_SIZE
+    row = row.to(tl.int64)
+    key_row = row * key_token_stride + head * key_head_stride
+    value_row = row * value_token_stride + head * value_head_stride
+    _write_rows(
+        key_in_ptr,
+        key_ptr,
+        key_scale_ptr,
+        key_row,
+        block,
+        place,
+        present,
+        key_page,
+        key_scale_page,
+        HEAD_SIZE,
+        BLOCK_K,
+        SCALED,
+    )
+    _write_rows(
+        value_in_ptr,
+        value_ptr,
+        value_scale_ptr,
+        value_row,
+        block,
+        place,
+        present,
+        value_page,
+        value_scale_page,
+        V_HEAD_SIZE,
+        BLOCK_V,
+        SCALED,
+    )

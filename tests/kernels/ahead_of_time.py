@@ -1,0 +1,235 @@
+"""Compile the Triton kernels' production settings for GPUs that are not here, and print what they take.
+
+Fails where a kernel spills more registers than `ALLOWED_SPILL`, where its shared memory is more than the GPU
+has, or more than `tiles.shared_bytes` says. Called by `make kernels-aot`, for each version of triton in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from batchgen_kernels import AttentionSpec, KVCache
+from batchgen_kernels.triton_kernels import backend, tiles
+from batchgen_kernels.triton_kernels.attend_kernel import attend_kernel, merge_kernel
+from batchgen_kernels.triton_kernels.write_kernel import write_kernel
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+CHIPS = {chip.capability: chip for chip in (tiles.A100, tiles.H100, tiles.B200)}
+FLOATS = {"factor", "cap"}
+UNALIGNED = {"num_seqs", "num_splits", "num_rows", "table_stride"}
+ALLOWED_SPILL = 32
+"""Bytes a thread: eight registers, which the assembler gives up by itself for a second program."""
+DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One launch of a layer; `rows` is the tokens of a sequence in the step."""
+
+    name: str
+    spec: AttentionSpec
+    rows: int
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
+    block_size: int = 16
+    split: bool = False
+    fixed_split: int | None = None
+
+    @property
+    def cache(self) -> KVCache:
+        """A block of the layer, without memory."""
+        kv_dtype = self.kv_dtype or self.dtype
+        key, value = (
+            torch.empty(1, self.spec.num_kv_heads, self.block_size, width, dtype=kv_dtype, device="meta")
+            for width in (self.spec.head_size, self.spec.v_head_size)
+        )
+        return KVCache(key, value, self.block_size)
+
+
+def layer(heads: int, kv_heads: int, width: int, v_width: int | None = None, **more: Any) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=width,
+        v_head_size=v_width or width,
+        scale=width**-0.5,
+        **more,
+    )
+
+
+LLAMA = layer(32, 8, 128)
+GEMMA = layer(16, 8, 256, sliding_window=4096, softcap=50.0)
+GPT_OSS = layer(64, 8, 64, sliding_window=128, has_sinks=True)
+CASES = [
+    Case(name="llama 128, prompts", spec=LLAMA, rows=512),
+    Case(name="llama 128, decode", spec=LLAMA, rows=1),
+    Case(name="llama 128, mixed, blocks of 64", spec=LLAMA, rows=10, block_size=64),
+    Case(name="llama 128, decode, split", spec=LLAMA, rows=1, split=True),
+    Case(name="llama 128, fixed split", spec=LLAMA, rows=1, split=True, fixed_split=512),
+    Case(name="llama 128, decode, float16", spec=LLAMA, rows=1, dtype=torch.float16),
+    Case(name="llama 128, decode, int8", spec=LLAMA, rows=1, kv_dtype=torch.int8),
+    Case(name="llama 128, prompts, int8", spec=LLAMA, rows=512, kv_dtype=torch.int8),
+    Case(name="llama 128, float32", spec=LLAMA, rows=512, dtype=torch.float32),
+    Case(name="gemma 256, prompts", spec=GEMMA, rows=512),
+    Case(name="gemma 256, decode", spec=GEMMA, rows=1, block_size=128),
+    Case(name="gpt-oss 64, prompts", spec=GPT_OSS, rows=512),
+    Case(name="gpt-oss 64, decode", spec=GPT_OSS, rows=1, block_size=32),
+    Case(name="phi 96, prompts", spec=layer(32, 32, 96), rows=512),
+    Case(name="phi 80, decode", spec=layer(32, 32, 80), rows=1),
+    Case(name="deepseek 192/128, prompts", spec=layer(16, 16, 192, 128), rows=512),
+    Case(name="one head of keys for 128", spec=layer(128, 1, 128), rows=1),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A kernel to compile, and the shared memory that it may take by the formula."""
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    expected_shared: int | None
+
+
+def pointers(dtypes: dict[str, torch.dtype | None]) -> dict[str, str]:
+    return {name: "constexpr" if d is None else f"*{TYPES[d]}" for name, d in dtypes.items()}
+
+
+def builds(case: Case, chip: tiles.Chip) -> Iterator[Build]:
+    """The launch of attention itself, and with it those that go with it."""
+    spec, kv, dtype = case.spec, case.cache, case.dtype
+    tile = (
+        tiles.choose_tile(spec, dtype, kv.dtype, case.rows, chip)
+        if case.fixed_split is None
+        else tiles.choose_fixed_tile(spec, dtype, kv.dtype, chip)
+    )
+    scale = torch.float32 if kv.dtype == torch.int8 else None
+    partial = torch.float32 if case.split else None
+    sinks = dtype if spec.has_sinks else None
+    outputs = {"out_ptr": dtype, "partial_ptr": partial, "stats_ptr": partial}
+    stored = {
+        "key_ptr": kv.dtype,
+        "value_ptr": kv.dtype,
+        "key_scale_ptr": scale,
+        "value_scale_ptr": scale,
+    }
+    step = {"starts_ptr": torch.int32, "seq_lens_ptr": torch.int32, "table_ptr": torch.int32}
+    yield Build(
+        attend_kernel,
+        pointers({**outputs, "query_ptr": dtype, **stored, "sinks_ptr": sinks, **step}),
+        backend.attend_constants(spec, kv, tile, split=case.split, fixed_split=case.fixed_split),
+        tiles.shared_bytes(spec, dtype, kv.dtype, tile.rows, tile.keys, tile.stages),
+    )
+    if case.split:
+        yield Build(
+            merge_kernel,
+            pointers({**outputs, "sinks_ptr": sinks}),
+            backend.merge_constants(spec),
+            None,
+        )
+    if "decode" in case.name and not case.split:
+        yield Build(
+            write_kernel,
+            pointers({"key_in_ptr": dtype, "value_in_ptr": dtype, **stored, "slots_ptr": torch.int64}),
+            backend.write_constants(spec.head_size, spec.v_head_size, kv),
+            None,
+        )
+
+
+def compiled(build: Build, arch: int) -> Any:
+    """The kernel as it is specialised at a launch: pointers and strides are multiples of 16."""
+    constants = dict(build.constants)
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    signature, attributes = {}, {}
+    for place, name in enumerate(build.kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        kind = build.types.get(name, "fp32" if name in FLOATS else "i32")
+        signature[name] = kind
+        if kind == "constexpr":
+            constants[name] = None
+        elif name not in UNALIGNED | FLOATS:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(build.kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, where spilled registers lie."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(DISASSEMBLER), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise SystemExit(f"{DISASSEMBLER} says nothing of registers: {text}")
+    return int(found[1]), int(found[2])
+
+
+def faults(shared: int, spilled: int, expected: int | None, limit: int) -> list[str]:
+    said = []
+    if spilled > ALLOWED_SPILL:
+        said.append(f"spills {spilled} bytes a thread")
+    if shared > limit:
+        said.append(f"takes more shared memory than the {limit:,} bytes there are")
+    if expected is not None and shared > expected:
+        said.append(f"takes more shared memory than the {expected:,} bytes of the formula")
+    return said
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", type=int, nargs="+", default=list(CHIPS))
+    parser.add_argument("--only", default="", help="part of a case's name")
+    arguments = parser.parse_args()
+    started, failed = time.monotonic(), 0
+    print(f"triton {triton.__version__}")
+    print(f"{'kernel':<15}{'case':<33}{'sm':>4}{'rows':>6}{'warps':>6}{'stages':>7}", end="")
+    print(f"{'registers':>10}{'spilled':>8}{'shared':>9}{'formula':>9}")
+    for case in (case for case in CASES if arguments.only in case.name):
+        for arch in arguments.arch:
+            limit = CHIPS[arch].shared_memory
+            for build in builds(case, CHIPS[arch]):
+                kernel = compiled(build, arch)
+                registers, spilled = resources(kernel.asm["cubin"])
+                shared, constants = kernel.metadata.shared, build.constants
+                print(f"{build.kernel.__name__:<15}{case.name:<33}{arch:>4}", end="")
+                print(f"{constants.get('BLOCK_M', ''):>6}{constants['num_warps']:>6}", end="")
+                print(f"{constants['num_stages']:>7}{registers:>10}{spilled:>8}{shared:>9,}", end="")
+                print(f"{build.expected_shared or 0:>9,}", flush=True)
+                for fault in faults(shared, spilled, build.expected_shared, limit):
+                    failed += 1
+                    print(f"  FAULT: {fault}")
+    print(f"{failed} faults, {time.monotonic() - started:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET"):
+        sys.exit("TRITON_INTERPRET is set: nothing would be compiled")
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Steps of attention for the Triton backend and the reference, and how far their results may differ."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from batchgen_kernels import AttentionMetadata, AttentionSpec, KVCache
+from batchgen_kernels.backend import allocate
+from batchgen_kernels.reference import ReferenceBackend
+from batchgen_kernels.triton_kernels import TritonBackend, backend
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/kernels/test_triton_interpreter.py"
+
+CPU = torch.device("cpu")
+EXAMPLES = int(os.environ.get("BATCHGEN_KERNELS", "10"))
+FILLER = {"large": 6e4, "nan": float("nan")}
+"""What memory holds that no row may see."""
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
+
+
+def quiet() -> np.errstate:
+    """What the interpreter computes for absent rows, with numpy, is not a number now and then."""
+    return np.errstate(all="ignore")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step: `sequences` are (rows cached before, rows of this step).
+
+    `splits` None leaves it to the formula; `fixed` is `fixed_split`.
+    """
+
+    spec: AttentionSpec
+    sequences: Sequence[tuple[int, int]]
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype = torch.float32
+    block_size: int = 16
+    splits: int | None = None
+    fixed: int | None = None
+    padding: int = 0
+    spare_blocks: int = 0
+    filler: str = "large"
+    seed: int = 0
+    sink: float = 0.0
+    tables: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        g = torch.Generator().manual_seed(self.seed)
+        counts = [-(-sum(n) // self.block_size) for n in self.sequences]
+        free = (torch.randperm(sum(counts), generator=g) + 1).tolist()
+        tables = [[free.pop() for _ in range(n)] + [0] * self.spare_blocks for n in counts]
+        object.__setattr__(self, "tables", tables)
+
+    @property
+    def metadata(self) -> AttentionMetadata:
+        rows = [n for _, n in self.sequences]
+        lens = [sum(n) for n in self.sequences]
+        return AttentionMetadata.build(
+            rows, lens, self.tables, self.block_size, num_rows=sum(rows) + self.padding
+        )
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        if not self.spec.has_sinks:
+            return None
+        return torch.linspace(-2, 2, self.spec.num_heads).add(self.sink).to(self.dtype)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Query of the step, keys and values of whole sequences."""
+        g = torch.Generator().manual_seed(self.seed)
+        spec, total = self.spec, sum(map(sum, self.sequences))
+        rows = sum(n for _, n in self.sequences) + self.padding
+        sizes = [
+            (rows, spec.num_heads, spec.head_size),
+            (total, spec.num_kv_heads, spec.head_size),
+            (total, spec.num_kv_heads, spec.v_head_size),
+        ]
+        return [torch.randn(size, generator=g).to(self.dtype) for size in sizes]
+
+    def cache(self, target: TritonBackend | ReferenceBackend) -> KVCache:
+        """All sequences written, one of them after the other, among filler."""
+        num_blocks = 1 + sum(map(len, self.tables))
+        kv = allocate(target, self.spec, num_blocks, self.block_size, CPU, self.kv_dtype)
+        for tensor in kv.tensors:
+            tensor.fill_(FILLER[self.filler] if tensor.is_floating_point() else 77)
+        lens = [sum(n) for n in self.sequences]
+        meta = AttentionMetadata.build(lens, lens, self.tables, self.block_size)
+        _, key, value = self.tensors()
+        target.write(kv, key, value, meta)
+        return kv
+
+    def run(self, target: TritonBackend | ReferenceBackend) -> torch.Tensor:
+        kv = self.cache(target)
+        return target.attend(self.tensors()[0], kv, self.metadata, self.spec, self.sinks)
+
+    def triton(self, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+        if self.splits is not None:
+            monkeypatch.setattr(backend, "choose_splits", lambda *_: self.splits)
+        with quiet():
+            return self.run(TritonBackend(fixed_split=self.fixed))
+
+    def check(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Compare with the reference."""
+        got, want = self.triton(monkeypatch), self.run(ReferenceBackend())
+        tolerance = TOLERANCE[self.dtype]
+        assert got.dtype == self.dtype
+        assert not got[self.metadata.num_tokens :].any()
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def layer(heads: int, kv_heads: int, width: int, v_width: int | None = None, **more: object) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=width,
+        v_head_size=v_width or width,
+        scale=more.pop("scale", width**-0.5),  # type: ignore[arg-type]
+        **more,  # type: ignore[arg-type]
+    )
