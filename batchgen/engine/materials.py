@@ -121,7 +121,7 @@ class Materials(Sizing):
     def _row_multiple(self) -> int | None:
         """Rows to pad to, or None where there is no number that makes the model invariant."""
         model = self.loaded.model
-        if self.substitutes and self.substitutes.decoder and self._rows_are_whole_vectors():
+        if self._rows_are_whole_vectors():
             return 1
         if self.threads > 2:
             make_activations_rowwise(model)
@@ -137,11 +137,14 @@ class Materials(Sizing):
         return multiple
 
     def _rows_are_whole_vectors(self) -> bool:
-        """Whether torch computes the rotation of every position in whole vectors.
+        """Whether torch computes nothing but the rotation of every position, and that in whole vectors.
 
         What is left at the end of a tensor it computes one by one, with other bits.
         """
-        return all(layer.spec.head_size % _LANES == 0 for layer in self.layers)
+        decoder = self.substitutes.decoder if self.substitutes else None
+        if decoder is None or getattr(self.loaded.config, "final_logit_softcapping", None):
+            return False
+        return all(size % _LANES == 0 for size in decoder.preparation.rotary_sizes)
 
 
 def _against_the_program(difference: float | None, limit: float) -> str | None:

@@ -6,6 +6,7 @@ conditions; `EngineCore` calls it once a step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,10 +49,12 @@ class _StepContext:
         out = backend.attend(query[0].transpose(0, 1), cache, metadata, layer.spec, layer.sinks)
         return out.unsqueeze(0)
 
-    def decode(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def decode(
+        self, hidden: torch.Tensor, tables: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
         program = self.runner.program
         assert program is not None
-        return program.run(hidden, cos, sin, self.metadata)
+        return program.run(hidden, tables, self.metadata)
 
 
 class ModelRunner:

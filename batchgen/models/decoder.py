@@ -1,8 +1,15 @@
-"""Read the layers of a decoder that is built like Llama's, for `batchgen_kernels.cpu.decoder`."""
+"""Read the layers of a decoder of the kind that `batchgen_kernels.cpu.decoder` computes.
+
+What a model is made of is read from its parts and their names, and tried on numbers: norms, what embedded
+tokens are multiplied by, and which table of rotary positions a layer is given. What nothing here tells (a
+twist inside of a layer's `forward`) shows when the output is compared with transformers', at each load.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,10 +20,23 @@ from batchgen_kernels.cpu.linear import PackedWeights, pack, pack_gated
 from batchgen_kernels.cpu.matmul import Epilogue
 
 _BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
-_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_LAYER = {"self_attn", "mlp"}
+_NORMS = (
+    {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    {"output_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"},
+    {
+        "attention_norm": "input_layernorm",
+        "output_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "down_norm": "post_feedforward_layernorm",
+    },
+)
+"""Norms of a layer: where they stand, as `LayerWeights` says, by what they are called in a model."""
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_PACKED_ATTENTION = {"qkv_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_PACKED_MLP = {"gate_up_proj", "down_proj", "activation_fn"}
 _CHECKED_ROWS = 3
 
 
@@ -24,12 +44,39 @@ class _OtherwiseBuilt(Exception):
     """The layers are not of the one kind that is fused; says in what they differ."""
 
 
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What a model does with embedded tokens before its layers.
+
+    Args:
+        multiplier: of embedded tokens.
+        rope_kinds: what the rotary embedding is asked for to get each table: a type of layers, or None where
+            there is one for all.
+        rotary_sizes: widths of the tables.
+    """
+
+    multiplier: float
+    rope_kinds: Sequence[str | None]
+    rotary_sizes: Sequence[int]
+
+    def tables(
+        self, rotary: Any, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cosines and sines of positions `(1, T)`, `(T, rotary size)`, of each kind."""
+        found = []
+        for kind in self.rope_kinds:
+            cos, sin = rotary(hidden, positions) if kind is None else rotary(hidden, positions, kind)
+            found.append((cos[0], sin[0]))
+        return found
+
+
 class FusedDecoder(torch.nn.Module):
     """Packed weights of all layers, as buffers, so that their memory is counted with the model."""
 
-    def __init__(self, weights: DecoderWeights) -> None:
+    def __init__(self, weights: DecoderWeights, preparation: Preparation) -> None:
         super().__init__()
         self.weights = weights
+        self.preparation = preparation
         for i, tensor in enumerate(_tensors(weights)):
             self.register_buffer(f"tensor_{i}", tensor, persistent=False)
 
@@ -37,8 +84,7 @@ class FusedDecoder(torch.nn.Module):
 def _tensors(weights: DecoderWeights) -> Iterator[torch.Tensor]:
     yield weights.norm.weight
     for layer in weights.layers:
-        norms = (layer.attention_norm, layer.query_norm, layer.key_norm, layer.mlp_norm)
-        yield from (norm.weight for norm in norms if norm is not None)
+        yield from (norm.weight for norm in layer.norms)
         for product in (layer.qkv, layer.output, layer.gate_up, layer.down):
             yield product.panels
             if product.bias is not None:
@@ -51,44 +97,127 @@ def read_decoder(body: Any) -> FusedDecoder | str:
         _expect("the model", body, _BODY)
         layers = [_read_layer(layer) for layer in body.layers]
         norm = _norm(body.norm)
+        preparation, ropes = _read_preparation(body)
     except _OtherwiseBuilt as difference:
         return str(difference)
-    shapes = {
-        tuple(p.panels.shape for p in (layer.qkv, layer.output, layer.gate_up, layer.down))
-        for layer in layers
-    }
-    if len(shapes) != 1:
+    layers = [
+        replace(layer, rope=None if layer.rope is None else rope)
+        for layer, rope in zip(layers, ropes, strict=True)
+    ]
+    if len({layer.kind for layer in layers}) != 1:
         return "its layers are of different shapes"
-    return FusedDecoder(DecoderWeights(layers, norm, layers[0].qkv.in_features))
+    return FusedDecoder(DecoderWeights(layers, norm, layers[0].qkv.in_features), preparation)
+
+
+def _parts(module: Any) -> set[str]:
+    """Names of a module's parts, but for what does nothing in evaluation."""
+    return {name for name, part in module.named_children() if not isinstance(part, torch.nn.Dropout)}
 
 
 def _expect(what: str, module: Any, names: set[str], optional: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-    found = {name for name, _ in module.named_children()}
+    found = _parts(module)
     if not names <= found <= names | optional:
         raise _OtherwiseBuilt(f"{what} has the parts {', '.join(sorted(found))}")
     if any(True for _ in module.parameters(recurse=False)):
         raise _OtherwiseBuilt(f"{what} has weights of its own")
 
 
+def _norm_names(layer: Any) -> dict[str, str]:
+    """Of those in `_NORMS` the places that fit a layer; the first where none does."""
+    found = _parts(layer) - _LAYER
+    return next((places for places in _NORMS if set(places.values()) == found), _NORMS[0])
+
+
+class _Calls:
+    """What a model's layers are given in one forward pass, of which they do nothing."""
+
+    def __init__(self) -> None:
+        self.hidden: list[torch.Tensor] = []
+        self.positions: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def take(self, hidden_states: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+        """In the place of a layer's `forward`."""
+        cos, sin = options["position_embeddings"]
+        self.hidden.append(hidden_states)
+        self.positions.append((cos, sin))
+        return hidden_states
+
+
+@torch.inference_mode()
+def _read_preparation(body: Any) -> tuple[Preparation, list[int]]:
+    """What is done before the layers, and the number of each layer's table."""
+    ids = torch.arange(_CHECKED_ROWS).unsqueeze(0)
+    calls = _Calls()
+    for layer in body.layers:
+        layer.forward = calls.take
+    try:
+        body(input_ids=ids, position_ids=ids, use_cache=False)
+    except Exception as error:
+        raise _OtherwiseBuilt(f"layers are given something else ({type(error).__name__}: {error})") from error
+    finally:
+        for layer in body.layers:
+            del layer.forward
+    embedded, hidden = body.embed_tokens(ids), calls.hidden[0]
+    multipliers = (value for value in (1.0, *vars(body).values()) if isinstance(value, int | float))
+    multiplier = next((m for m in multipliers if torch.equal(embedded * m, hidden)), None)
+    if multiplier is None or len(calls.hidden) != len(body.layers):
+        raise _OtherwiseBuilt("embedded tokens become something else before the layers")
+    kinds: dict[str | None, int] = {}
+    tables = [kinds.setdefault(_rope_kind(body, hidden, ids, p), len(kinds)) for p in calls.positions]
+    sizes = {int(cos.shape[-1]) for cos, _ in calls.positions}
+    return Preparation(float(multiplier), tuple(kinds), tuple(sizes)), tables
+
+
+def _rope_kind(
+    body: Any, hidden: torch.Tensor, positions: torch.Tensor, given: tuple[torch.Tensor, torch.Tensor]
+) -> str | None:
+    """What a rotary embedding is asked for to give this table."""
+    by_type = sorted(set(getattr(body.config, "layer_types", None) or ()))
+    takes_type = "layer_type" in inspect.signature(body.rotary_emb.forward).parameters
+    for kind in by_type if takes_type else [None]:
+        found = body.rotary_emb(hidden, positions, kind) if takes_type else body.rotary_emb(hidden, positions)
+        if all(torch.equal(a, b) for a, b in zip(found, given, strict=True)):
+            return kind
+    raise _OtherwiseBuilt("its rotary positions are of an unknown kind")
+
+
 def _read_layer(layer: Any) -> LayerWeights:
-    _expect("a layer", layer, _LAYER)
-    attention, mlp = layer.self_attn, layer.mlp
-    _expect("attention", attention, _ATTENTION, _HEAD_NORMS)
-    _expect("the gated unit", mlp, _MLP)
-    for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
-        _linear(linear)
-    has_norms = hasattr(attention, "q_norm")
+    """All but the number of the table, if a layer turns its queries and keys."""
+    _expect("a layer", layer, _LAYER | set(_norm_names(layer).values()))
+    attention = layer.self_attn
+    packed = "qkv_proj" in _parts(attention)
+    _expect("attention", attention, _PACKED_ATTENTION if packed else _ATTENTION, _HEAD_NORMS)
+    inputs = [attention.qkv_proj] if packed else [attention.q_proj, attention.k_proj, attention.v_proj]
+    norms = {place: _norm(getattr(layer, name)) for place, name in _norm_names(layer).items()}
+    query_norm, key_norm = _head_norms(attention)
+    multiplier = float(getattr(layer, "residual_multiplier", 1.0))
+    gate_up, down = _read_mlp(layer.mlp)
     return LayerWeights(
-        attention_norm=_norm(layer.input_layernorm),
-        qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
-        query_norm=_head_norm(attention.q_norm, attention) if has_norms else None,
-        key_norm=_head_norm(attention.k_norm, attention) if has_norms else None,
-        rotates=bool(getattr(attention, "use_rope", True)),
-        output=_added(attention.o_proj),
-        mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_gated(mlp),
-        down=_added(mlp.down_proj),
+        attention_norm=norms.get("attention_norm"),
+        qkv=_joined([_linear(module) for module in inputs]),
+        query_norm=query_norm,
+        key_norm=key_norm,
+        rope=0 if getattr(attention, "use_rope", True) else None,
+        output=_behind(attention.o_proj, multiplier, adds="output_norm" not in norms),
+        output_norm=_times(norms.get("output_norm"), multiplier),
+        mlp_norm=norms.get("mlp_norm"),
+        gate_up=gate_up,
+        down=_behind(down, multiplier, adds="down_norm" not in norms),
+        down_norm=_times(norms.get("down_norm"), multiplier),
     )
+
+
+def _read_mlp(mlp: Any) -> tuple[PackedWeights, Any]:
+    """The gated unit, and the linear layer behind it."""
+    if "gate_up_proj" in _parts(mlp):
+        _expect("the gated unit", mlp, _PACKED_MLP)
+        both = _linear(mlp.gate_up_proj)
+        gate, up = both.weight.chunk(2)
+        return _gated(gate, up, both.bias is not None, mlp.activation_fn), mlp.down_proj
+    _expect("the gated unit", mlp, _MLP)
+    halves = [_linear(mlp.gate_proj), _linear(mlp.up_proj)]
+    has_bias = any(linear.bias is not None for linear in halves)
+    return _gated(halves[0].weight, halves[1].weight, has_bias, mlp.act_fn), mlp.down_proj
 
 
 def _linear(module: Any) -> Any:
@@ -108,28 +237,46 @@ def _joined(linears: list[Any]) -> PackedWeights:
     )
 
 
-def _added(linear: Any) -> PackedWeights:
-    packed = pack(_linear(linear).weight, linear.bias)
-    return PackedWeights(packed.panels, packed.bias, packed.out_features, Epilogue.ADD)
+def _behind(linear: Any, multiplier: float, *, adds: bool) -> PackedWeights:
+    """A product whose result is added to the hidden states, at once or by a norm behind it.
+
+    A multiplier is part of the weights, or else of the norm's.
+    """
+    weight, bias = _linear(linear).weight, linear.bias
+    if not adds:
+        return pack(weight, bias)
+    if multiplier != 1:
+        weight, bias = weight * multiplier, None if bias is None else bias * multiplier
+    return replace(pack(weight, bias), epilogue=Epilogue.ADD)
 
 
-def _gated(mlp: Any) -> PackedWeights:
-    gate, up = _linear(mlp.gate_proj), _linear(mlp.up_proj)
-    if gate.bias is not None or up.bias is not None:
+def _times(norm: NormWeights | None, multiplier: float) -> NormWeights | None:
+    return norm and replace(norm, weight=norm.weight * multiplier)
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor, has_bias: bool, activation: Any) -> PackedWeights:
+    if has_bias:
         raise _OtherwiseBuilt("the gated unit has a bias")
     activations = {torch.nn.SiLU: Epilogue.SILU, GELUTanh: Epilogue.GELU_TANH}
     by_name = {"SiLUActivation": Epilogue.SILU, "SiLU": Epilogue.SILU}
-    kind = activations.get(type(mlp.act_fn)) or by_name.get(type(mlp.act_fn).__name__)
+    kind = activations.get(type(activation)) or by_name.get(type(activation).__name__)
     if kind is None:
-        raise _OtherwiseBuilt(f"its activation is {type(mlp.act_fn).__name__}")
-    return pack_gated(gate.weight, up.weight, kind)
+        raise _OtherwiseBuilt(f"its activation is {type(activation).__name__}")
+    return pack_gated(gate, up, kind)
 
 
-def _head_norm(module: Any, attention: Any) -> NormWeights:
-    norm = _norm(module)
-    if len(module.weight) != attention.head_dim:
-        raise _OtherwiseBuilt("queries are normalised as a whole")
-    return norm
+def _head_norms(attention: Any) -> tuple[NormWeights | None, NormWeights | None]:
+    """Of queries and keys: of each head, or of all heads together."""
+    if not hasattr(attention, "q_norm"):
+        return None, None
+    norms = _norm(attention.q_norm), _norm(attention.k_norm)
+    size = attention.head_dim
+    together = [attention.q_proj.out_features, attention.k_proj.out_features]
+    if [len(norm.weight) for norm in norms] not in ([size, size], together):
+        raise _OtherwiseBuilt("queries and keys are normalised in parts")
+    if norms[0].epsilon != norms[1].epsilon:
+        raise _OtherwiseBuilt("queries and keys are normalised unlike each other")
+    return norms
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ error: without one it could only guess which cache and which sequences are meant
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -44,12 +44,14 @@ class ForwardContext(Protocol):
 class DecodingContext(ForwardContext, Protocol):
     """A forward pass of a model whose layers are one program."""
 
-    def decode(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def decode(
+        self, hidden: torch.Tensor, tables: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
         """All layers and the last norm.
 
         Args:
             hidden: `(T, H)`, the embedded tokens.
-            cos, sin: `(T, head_size)`, of their positions.
+            tables: cosines and sines of their positions, `(T, rotary size)`, for some of the layers each.
 
         Returns:
             `(T, H)`.

@@ -114,7 +114,7 @@ class PreparedParts:
         assert weights is not None
         assert isinstance(context, DecodingContext)
         embedded = F.embedding(input_ids[0], weights.embedding)
-        self._latest = context.decode(embedded, *weights.rotation(position_ids[0]))
+        self._latest = context.decode(embedded, [weights.rotation(position_ids[0])])
         return torch.empty(0, 0) if self._product is None else self._product(self._latest[logits_rows])
 
     @property

@@ -59,9 +59,12 @@ class FusedBody:
     def __call__(self, input_ids: Any = None, position_ids: Any = None, **options: Any) -> Any:
         if self.suspended or not isinstance(context := current_context(), DecodingContext):
             return self._original(input_ids=input_ids, position_ids=position_ids, **options)
+        preparation = self.decoder.preparation
         embedded = self._body.embed_tokens(input_ids)
-        cos, sin = self._body.rotary_emb(embedded, position_ids)
-        hidden = context.decode(embedded[0], cos[0], sin[0])
+        if preparation.multiplier != 1:
+            embedded = embedded * preparation.multiplier
+        tables = preparation.tables(self._body.rotary_emb, embedded, position_ids)
+        hidden = context.decode(embedded[0], tables)
         return BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
 
     def forget(self) -> None:

@@ -233,6 +233,11 @@ FAMILIES: tuple[Family, ...] = (
         gain=1.3,
     ),
     family("phi3", "Phi3Config", sliding_window=WINDOW, windows=(WINDOW,) * 3),
+    family(
+        "phi3-partial",
+        "Phi3Config",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
     family("gpt2", "GPT2Config", _EARLY, traits=""),
     family(
         "gpt_neox",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 import torch
 from engine_harness import make_engine, run
 from families import FAMILIES
-from tiny_models import save_tiny_llama
 
 from batchgen.models import substitutes as module
 from batchgen.models.decoder import FusedDecoder, read_decoder
@@ -20,12 +20,14 @@ from batchgen.types import SamplingParams
 PROMPTS = [[5, 9, 2, 7, 7, 3, 1], [8, 8, 4]]
 GREEDY = SamplingParams(max_tokens=6)
 
-FUSED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+FUSED = (
+    *("llama", "mistral", "qwen2", "qwen3", "smollm3"),
+    *("phi3", "phi3-partial", "gemma2", "gemma3", "olmo2", "granite"),
+)
 DIFFERENT = {
-    "gemma2": "a layer has the parts",
+    "glm4": "a layer has the parts",
     "gpt2": "the model has the parts",
     "mixtral": "the gated unit has the parts",
-    "olmo2": "a layer has the parts",
     "gpt_oss": "attention has weights of its own",
 }
 
@@ -50,23 +52,45 @@ def layers_line(engine: Any) -> str:
     return next(note for note in engine.notes if note.startswith("layers:"))
 
 
+def without_positions(found: FusedDecoder) -> FusedDecoder:
+    layers = [replace(layer, rope=None) for layer in found.weights.layers]
+    return FusedDecoder(replace(found.weights, layers=layers), found.preparation)
+
+
+def with_one_table(found: FusedDecoder) -> FusedDecoder:
+    assert {layer.rope for layer in found.weights.layers} == {0, 1}
+    layers = [replace(layer, rope=0) for layer in found.weights.layers]
+    return FusedDecoder(replace(found.weights, layers=layers), found.preparation)
+
+
+def with_plain_embeddings(found: FusedDecoder) -> FusedDecoder:
+    assert found.preparation.multiplier == 3
+    return FusedDecoder(found.weights, replace(found.preparation, multiplier=1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "twist"),
+    [("llama", without_positions), ("gemma3", with_one_table), ("granite", with_plain_embeddings)],
+)
 def test_a_program_that_computes_something_else_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    twist: Callable[[FusedDecoder], FusedDecoder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As with a twist inside a layer that its structure does not show."""
-    folder = save_tiny_llama(tmp_path)
-    right = make_engine(folder)
+    folder = family(name).save(tmp_path)
+    right = make_engine(folder, max_model_len=128)
     assert layers_line(right) == "layers: one program of our own products"
     wanted = [output.token_ids for output in run(right, PROMPTS, GREEDY)]
 
     def twisted(body: Any) -> FusedDecoder:
         found = read_decoder(body)
         assert isinstance(found, FusedDecoder)
-        layers = [replace(layer, rotates=False) for layer in found.weights.layers]
-        return FusedDecoder(replace(found.weights, layers=layers))
+        return twist(found)
 
     monkeypatch.setattr(module, "read_decoder", twisted)
-    engine = make_engine(folder)
+    engine = make_engine(folder, max_model_len=128)
     assert "transformers' own" in layers_line(engine)
     assert "would compute something else" in layers_line(engine)
     assert [output.token_ids for output in run(engine, PROMPTS, GREEDY)] == wanted

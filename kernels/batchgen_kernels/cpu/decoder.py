@@ -2,16 +2,18 @@
 
 For models whose layers compute
 
-    h = h + output(attend(rotate(qkv(norm(h)))))
-    h = h + down(activation(gate(norm(h))) * up(norm(h)))
+    h = h + norm(output(attend(rotate(qkv(norm(h))))))
+    h = h + norm(down(activation(gate(norm(h))) * up(norm(h))))
 
-as Llama, Mistral, Qwen and many others do. All activations of a step lie in buffers that are kept.
+where each norm may be missing: Llama, Mistral, Qwen, Phi 3 and many others have those before the products,
+OLMo 2 those behind them, Gemma 2 and 3 all. All activations of a step lie in buffers that are kept.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,30 +59,50 @@ class LayerWeights:
     """One layer; products as `PackedWeights` says.
 
     Args:
-        attention_norm: before `qkv`.
+        attention_norm: before `qkv`, or None.
         qkv: to queries, keys and values, side by side.
-        query_norm, key_norm: of each head, or None.
-        rotates: whether queries and keys turn with their positions.
-        output: of attention, added to the hidden states.
-        mlp_norm: before `gate_up`.
+        query_norm, key_norm: of each head, or of all heads together, which the width tells; or None.
+        rope: the number of the table by which queries and keys turn with their positions, or None.
+        output: of attention; adds to the hidden states where no norm comes behind.
+        output_norm: of what `output` gives, before it is added to the hidden states; or None.
+        mlp_norm: before `gate_up`, or None.
         gate_up: a gated unit.
-        down: of the gated unit, added to the hidden states.
+        down: of the gated unit, as `output`.
+        down_norm: as `output_norm`.
     """
 
-    attention_norm: NormWeights
+    attention_norm: NormWeights | None
     qkv: PackedWeights
     query_norm: NormWeights | None
     key_norm: NormWeights | None
-    rotates: bool
+    rope: int | None
     output: PackedWeights
-    mlp_norm: NormWeights
+    output_norm: NormWeights | None
+    mlp_norm: NormWeights | None
     gate_up: PackedWeights
     down: PackedWeights
+    down_norm: NormWeights | None
+
+    @property
+    def norms(self) -> list[NormWeights]:
+        """Those that there are."""
+        places = (
+            *(self.attention_norm, self.query_norm, self.key_norm),
+            *(self.output_norm, self.mlp_norm, self.down_norm),
+        )
+        return [norm for norm in places if norm is not None]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What all layers of a program have in common: which norms there are, and shapes of products."""
+        norms = (self.attention_norm, self.output_norm, self.mlp_norm, self.down_norm)
+        products = (self.qkv, self.output, self.gate_up, self.down)
+        return *(norm is None for norm in norms), *(tuple(p.panels.shape) for p in products)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All layers of a decoder and its last norm."""
+    """All layers of a decoder, which are of one kind, and its last norm."""
 
     layers: Sequence[LayerWeights]
     norm: NormWeights
@@ -116,13 +138,20 @@ class _Operations:
     attention_norm: list[int] = field(default_factory=list)
     qkv: list[int] = field(default_factory=list)
     rotate: list[int] = field(default_factory=list)
-    rotate_by_position: list[int] = field(default_factory=list)
+    rotate_by_table: dict[int, list[int]] = field(default_factory=dict)
     attend: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
+    output_norm: list[int] = field(default_factory=list)
     mlp_norm: list[int] = field(default_factory=list)
     gate_up: list[int] = field(default_factory=list)
     down: list[int] = field(default_factory=list)
+    down_norm: list[int] = field(default_factory=list)
     last_norm: list[int] = field(default_factory=list)
+
+    @property
+    def norms(self) -> list[int]:
+        """All of them."""
+        return [*self.attention_norm, *self.output_norm, *self.mlp_norm, *self.down_norm, *self.last_norm]
 
 
 class OperationTimes:
@@ -163,7 +192,7 @@ class DecoderProgram:
         self._layers = layers
         self._backend = backend
         self._numbers = _Operations()
-        self._fields = np.zeros((8 * len(layers) + 1, FIELDS), dtype=np.int64)
+        self._fields = np.zeros((len(layers) * _operations(weights.layers[0]) + 1, FIELDS), dtype=np.int64)
         self._attend = np.zeros((len(layers), len(Attend)), dtype=np.int64)
         self._write = np.zeros((len(layers), len(Write)), dtype=np.int64)
         self._program = Program(self._fields, layers[0].cache.dtype)
@@ -183,15 +212,15 @@ class DecoderProgram:
     def run(
         self,
         hidden: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        tables: Sequence[tuple[torch.Tensor, torch.Tensor]],
         metadata: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
         """Write keys and values of the step's tokens and compute all layers.
 
         Args:
             hidden: `(T, H)` float32, the embedded tokens.
-            cos, sin: `(T, head_size)` float32.
+            tables: cosines and sines of the step's positions, `(T, rotary size)` float32, by which the first
+                numbers of a head turn.
             metadata: of each group of layers.
 
         Returns:
@@ -202,12 +231,14 @@ class DecoderProgram:
             self._buffers = self._allocate(rows)
         self._buffers.hidden[:rows, : self._weights.hidden_size] = hidden
         out = torch.empty(rows, self._buffers.normed.shape[1])
-        cos, sin = cos.float().contiguous(), sin.float().contiguous()
         self._share_out(rows, threads)
         self._attend_to(metadata)
         fields, at = self._fields, self._numbers
-        fields[at.rotate_by_position, Rotate.COS] = cos.data_ptr()
-        fields[at.rotate_by_position, Rotate.SIN] = sin.data_ptr()
+        tables = [(cos.float().contiguous(), sin.float().contiguous()) for cos, sin in tables]
+        for number, rotations in at.rotate_by_table.items():
+            cos, sin = tables[number]
+            fields[rotations, Rotate.COS], fields[rotations, Rotate.SIN] = cos.data_ptr(), sin.data_ptr()
+            fields[rotations, Rotate.ROTARY_SIZE] = cos.shape[1]
         fields[at.last_norm, Norm.OUT] = out.data_ptr()
         self._program.run(threads)
         return out[:, : self._weights.hidden_size]
@@ -222,27 +253,31 @@ class DecoderProgram:
             "output": at.output,
             "gate_up": at.gate_up,
             "down": at.down,
-            "norm": [*at.attention_norm, *at.mlp_norm, *at.last_norm],
+            "norm": at.norms,
         }
         return OperationTimes(kinds, self._program.watch())
 
     def _describe(self) -> None:
         """Everything that is the same in all steps."""
-        number = 0
+        at, count = self._numbers, itertools.count()
         for i, (layer, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
-            at = self._numbers
-            self._describe_norm(at.attention_norm, number, weights.attention_norm)
-            self._describe_product(at.qkv, number + 1, weights.qkv)
-            self._describe_rotation(number + 2, i, layer, weights)
-            self._describe_attention(number + 3, i, layer)
-            self._describe_product(at.output, number + 4, weights.output)
-            self._describe_norm(at.mlp_norm, number + 5, weights.mlp_norm)
-            self._describe_product(at.gate_up, number + 6, weights.gate_up)
-            self._describe_product(at.down, number + 7, weights.down)
-            number += 8
-        self._describe_norm(self._numbers.last_norm, number, self._weights.norm)
+            self._describe_norm(at.attention_norm, count, weights.attention_norm)
+            self._describe_product(at.qkv, next(count), weights.qkv)
+            self._describe_rotation(next(count), i, layer, weights)
+            self._describe_attention(next(count), i, layer)
+            self._describe_product(at.output, next(count), weights.output)
+            self._describe_norm(at.output_norm, count, weights.output_norm)
+            self._describe_norm(at.mlp_norm, count, weights.mlp_norm)
+            self._describe_product(at.gate_up, next(count), weights.gate_up)
+            self._describe_product(at.down, next(count), weights.down)
+            self._describe_norm(at.down_norm, count, weights.down_norm)
+        self._describe_norm(at.last_norm, count, self._weights.norm)
+        self._fields[at.output_norm + at.down_norm, Norm.ADDS] = 1
 
-    def _describe_norm(self, numbers: list[int], number: int, norm: NormWeights) -> None:
+    def _describe_norm(self, numbers: list[int], count: Iterator[int], norm: NormWeights | None) -> None:
+        if norm is None:
+            return
+        number = next(count)
         numbers.append(number)
         operation = self._fields[number]
         operation[CODE] = Code.NORM
@@ -261,8 +296,8 @@ class DecoderProgram:
 
     def _describe_rotation(self, number: int, i: int, layer: DecoderLayer, weights: LayerWeights) -> None:
         self._numbers.rotate.append(number)
-        if weights.rotates:
-            self._numbers.rotate_by_position.append(number)
+        if weights.rope is not None:
+            self._numbers.rotate_by_table.setdefault(weights.rope, []).append(number)
         spec, operation = layer.spec, self._fields[number]
         operation[CODE] = Code.ROTATE
         operation[Rotate.NUM_HEADS], operation[Rotate.NUM_KV_HEADS] = spec.num_heads, spec.num_kv_heads
@@ -271,6 +306,7 @@ class DecoderProgram:
             operation[Rotate.QUERY_NORM] = weights.query_norm.weight.data_ptr()
             operation[Rotate.KEY_NORM] = weights.key_norm.weight.data_ptr()
             operation[Rotate.EPSILON] = self._epsilon(len(self._fields) + i, weights.query_norm.epsilon)
+            operation[Rotate.WHOLE_NORMS] = len(weights.query_norm.weight) != spec.head_size
         operation[Rotate.WRITE] = self._write[i].ctypes.data
         operation[Rotate.ROWS_PER_CHUNK] = _ROWS_PER_CHUNK
         argument = WriteArgument(
@@ -311,14 +347,18 @@ class DecoderProgram:
             torch.zeros(rows, layer.gate_up.out_stride),
         )
         fields, at = self._fields, self._numbers
-        for norms in (at.attention_norm, at.mlp_norm, at.last_norm):
-            fields[norms, Norm.X], fields[norms, Norm.X_STRIDE] = _place(buffers.hidden)
-            fields[norms, Norm.OUT], fields[norms, Norm.OUT_STRIDE] = _place(buffers.normed)
+        # What is normed before it is added lies where the norm before its product has put what that read.
+        for norms, source, target in (
+            ([*at.attention_norm, *at.mlp_norm, *at.last_norm], buffers.hidden, buffers.normed),
+            ([*at.output_norm, *at.down_norm], buffers.normed, buffers.hidden),
+        ):
+            fields[norms, Norm.X], fields[norms, Norm.X_STRIDE] = _place(source)
+            fields[norms, Norm.OUT], fields[norms, Norm.OUT_STRIDE] = _place(target)
         for products, source, target in (
-            (at.qkv, buffers.normed, buffers.qkv),
-            (at.output, buffers.attended, buffers.hidden),
-            (at.gate_up, buffers.normed, buffers.gated),
-            (at.down, buffers.gated, buffers.hidden),
+            (at.qkv, buffers.normed if at.attention_norm else buffers.hidden, buffers.qkv),
+            (at.output, buffers.attended, buffers.normed if at.output_norm else buffers.hidden),
+            (at.gate_up, buffers.normed if at.mlp_norm else buffers.hidden, buffers.gated),
+            (at.down, buffers.gated, buffers.normed if at.down_norm else buffers.hidden),
         ):
             fields[products, Matmul.X], fields[products, Matmul.X_STRIDE] = _place(source)
             fields[products, Matmul.OUT], fields[products, Matmul.OUT_STRIDE] = _place(target)
@@ -344,8 +384,7 @@ class DecoderProgram:
             fields[products, Matmul.PANELS_PER_CHUNK] = panels
             fields[products, Matmul.ROWS_PER_CHUNK] = per_chunk
         chunks = -(-rows // _ROWS_PER_CHUNK)
-        for norms in (at.attention_norm, at.mlp_norm, at.last_norm):
-            fields[norms, Norm.NUM_ROWS], fields[norms, CHUNKS] = rows, chunks
+        fields[at.norms, Norm.NUM_ROWS], fields[at.norms, CHUNKS] = rows, chunks
         fields[at.rotate, Rotate.NUM_ROWS], fields[at.rotate, CHUNKS] = rows, chunks
         self._write[:, Write.NUM_ROWS] = rows
         self._cut = rows, threads
@@ -363,6 +402,13 @@ class DecoderProgram:
         self._attend[:, Attend.QUERY] = self._buffers.qkv.data_ptr()
         self._attend[:, Attend.QUERY_TOKEN_STRIDE] = self._buffers.qkv.shape[1]
         self._attend[:, Attend.OUT] = self._buffers.attended.data_ptr()
+
+
+def _operations(layer: LayerWeights) -> int:
+    """Of a layer."""
+    norms = (layer.attention_norm, layer.output_norm, layer.mlp_norm, layer.down_norm)
+    # Four products, the rotation and attention.
+    return 6 + sum(norm is not None for norm in norms)
 
 
 def _numbers(argument: ctypes.Structure) -> npt.NDArray[np.int64]:

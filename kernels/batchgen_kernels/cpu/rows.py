@@ -27,7 +27,7 @@ _WRITE_FIELDS = len(Write)
 class Norm(enum.IntEnum):
     """Where the fields of a norm are: x / sqrt(mean(x**2) + EPSILON) * WEIGHT, https://arxiv.org/abs/1910.07467.
 
-    EPSILON is the address of a float64.
+    EPSILON is the address of a float64. Where ADDS is not 0 the result is added to what is in OUT.
     """
 
     X = 4
@@ -39,13 +39,16 @@ class Norm(enum.IntEnum):
     WIDTH = 10
     EPSILON = 11
     ROWS_PER_CHUNK = 12
+    ADDS = 15
 
 
 class Rotate(enum.IntEnum):
     """Where the fields of a rotation are, which also writes keys and values into the cache.
 
-    X `[rows, queries | keys | values]`; COS and SIN `[rows, head_size]`, or 0 where a layer has no positions;
-    QUERY_NORM and KEY_NORM `[head_size]`, or 0; WRITE: the address of a `WriteArgument`.
+    X `[rows, queries | keys | values]`; COS and SIN `[rows, ROTARY_SIZE]`, or 0 where a layer has no
+    positions: they turn the first so many numbers of a head. QUERY_NORM and KEY_NORM, or 0: `[head_size]`, or
+    where WHOLE_NORMS is not 0 `[heads * head_size]`, of all heads together. WRITE: the address of a
+    `WriteArgument`.
     """
 
     X = 4
@@ -61,6 +64,8 @@ class Rotate(enum.IntEnum):
     EPSILON = 14
     WRITE = 15
     ROWS_PER_CHUNK = 16
+    ROTARY_SIZE = 17
+    WHOLE_NORMS = 18
 
 
 @intrinsic
@@ -79,22 +84,31 @@ def _sum_of_squares(typingctx: Any, x: Any, count: Any) -> Any:
     return types.float32(types.int64, types.int64), codegen
 
 
-@intrinsic
-def _scale(typingctx: Any, x: Any, factor: Any, weight: Any, out: Any, count: Any) -> Any:
-    """out = x * factor * weight for `count` floats, a multiple of LANES."""
+def _scaling(*, adds: bool) -> Any:
+    @intrinsic
+    def scale(typingctx: Any, x: Any, factor: Any, weight: Any, out: Any, count: Any) -> Any:
+        """out = x * factor * weight, or that added to out, for `count` floats, a multiple of LANES."""
 
-    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Sequence[ir.Value]) -> ir.Value:
-        x, factor, weight, out, count = args
-        with cgutils.for_range_slice(b, index(0), count, index(LANES), ir.IntType(64)) as (place, _):
-            scaled = b.fmul(V.load(b, x, place), V.splat(b, factor))
-            V.store(b, b.fmul(scaled, V.load(b, weight, place)), out, place)
-        return context.get_dummy_value()
+        def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Sequence[ir.Value]) -> ir.Value:
+            x, factor, weight, out, count = args
+            with cgutils.for_range_slice(b, index(0), count, index(LANES), ir.IntType(64)) as (place, _):
+                scaled = b.fmul(V.load(b, x, place), V.splat(b, factor))
+                result = b.fmul(scaled, V.load(b, weight, place))
+                if adds:
+                    result = b.fadd(V.load(b, out, place), result)
+                V.store(b, result, out, place)
+            return context.get_dummy_value()
 
-    return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), codegen
+        return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), codegen
+
+    return scale
+
+
+_scale, _scale_and_add = _scaling(adds=False), _scaling(adds=True)
 
 
 @njit(error_model="numpy")
-def _normalise(x: Any, weight: Any, out: Any, width: Any, epsilon: Any) -> None:
+def _normalise(x: Any, weight: Any, out: Any, width: Any, epsilon: Any, adds: Any) -> None:
     whole = width // LANES * LANES
     total = _sum_of_squares(x, whole)
     source, target = carray(as_pointer(x), width, float32), carray(as_pointer(out), width, float32)
@@ -103,9 +117,13 @@ def _normalise(x: Any, weight: Any, out: Any, width: Any, epsilon: Any) -> None:
         total += source[d] * source[d]
     small = float32(carray(as_pointer(epsilon), 1, float64)[0])
     factor = float32(1.0) / sqrt(total / float32(width) + small)
-    _scale(x, factor, weight, out, whole)
+    if adds != 0:
+        _scale_and_add(x, factor, weight, out, whole)
+    else:
+        _scale(x, factor, weight, out, whole)
     for d in range(whole, width):
-        target[d] = source[d] * factor * factors[d]
+        before = target[d] if adds != 0 else float32(0.0)
+        target[d] = before + source[d] * factor * factors[d]
 
 
 @njit(error_model="numpy")
@@ -115,7 +133,7 @@ def norm_chunk(a: Any, chunk: Any) -> None:
     for row in range(first, min(first + a[Norm.ROWS_PER_CHUNK], a[Norm.NUM_ROWS])):
         x = a[Norm.X] + 4 * row * a[Norm.X_STRIDE]
         out = a[Norm.OUT] + 4 * row * a[Norm.OUT_STRIDE]
-        _normalise(x, a[Norm.WEIGHT], out, a[Norm.WIDTH], a[Norm.EPSILON])
+        _normalise(x, a[Norm.WEIGHT], out, a[Norm.WIDTH], a[Norm.EPSILON], a[Norm.ADDS])
 
 
 @njit(error_model="numpy")
@@ -150,24 +168,37 @@ def _narrow_each_head(write: Any, row: Any, storage: Any) -> None:
 
 
 @njit(error_model="numpy")
+def _normalise_heads(a: Any, start: Any, heads: Any, weight: Any) -> None:
+    """Heads that lie side by side from `start` on, each by itself or all together."""
+    size = a[Rotate.HEAD_SIZE]
+    if weight == 0:
+        return
+    if a[Rotate.WHOLE_NORMS] != 0:
+        _normalise(start, weight, start, heads * size, a[Rotate.EPSILON], 0)
+        return
+    for head in range(heads):
+        x = start + 4 * head * size
+        _normalise(x, weight, x, size, a[Rotate.EPSILON], 0)
+
+
+@njit(error_model="numpy")
 def rotate_chunk(a: Any, chunk: Any, storage: Any, source_type: Any) -> None:
     """Chunk number `chunk` of the rows of a rotation (see `Rotate`)."""
     size, heads, kv_heads = a[Rotate.HEAD_SIZE], a[Rotate.NUM_HEADS], a[Rotate.NUM_KV_HEADS]
+    turned = a[Rotate.ROTARY_SIZE]
     write = carray(as_pointer(a[Rotate.WRITE]), _WRITE_FIELDS, int64)
     slots = carray(as_pointer(write[Write.SLOTS]), a[Rotate.NUM_ROWS], int64)
     first = chunk * a[Rotate.ROWS_PER_CHUNK]
     for row in range(first, min(first + a[Rotate.ROWS_PER_CHUNK], a[Rotate.NUM_ROWS])):
         start = a[Rotate.X] + 4 * row * a[Rotate.X_STRIDE]
-        for head in range(heads + kv_heads):
-            x = start + 4 * head * size
-            weight = a[Rotate.QUERY_NORM] if head < heads else a[Rotate.KEY_NORM]
-            if weight != 0:
-                _normalise(x, weight, x, size, a[Rotate.EPSILON])
-            if a[Rotate.COS] != 0:
+        _normalise_heads(a, start, heads, a[Rotate.QUERY_NORM])
+        _normalise_heads(a, start + 4 * heads * size, kv_heads, a[Rotate.KEY_NORM])
+        if a[Rotate.COS] != 0:
+            for head in range(heads + kv_heads):
                 _rotate(
-                    carray(as_pointer(x), size, float32),
-                    carray(as_pointer(a[Rotate.COS] + 4 * row * size), size, float32),
-                    carray(as_pointer(a[Rotate.SIN] + 4 * row * size), size, float32),
+                    carray(as_pointer(start + 4 * head * size), turned, float32),
+                    carray(as_pointer(a[Rotate.COS] + 4 * row * turned), turned, float32),
+                    carray(as_pointer(a[Rotate.SIN] + 4 * row * turned), turned, float32),
                 )
         if slots[row] >= 0:
             _narrow_heads(write, row, storage)
