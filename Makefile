@@ -17,7 +17,7 @@ PEERS ?= $(HOME)/.cache/batchgen-peers
 ONLY ?=
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory job-side scale bench peers bench-kv bench-determinism kernels kernels-aot audit clean
+.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory job-side scale bench peers bench-kv bench-determinism start kernels kernels-aot audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -125,6 +125,9 @@ build/triton-3.6: $(VENV)/.installed
 kernels-aot: build/triton-3.6 ## compile the Triton kernels for GPUs; registers, spills, shared memory
 	$(AHEAD_OF_TIME)
 	PYTHONPATH=build/triton-3.6:$${PYTHONPATH:-} $(AHEAD_OF_TIME)
+
+start: $(MODEL) $(HUMANEVAL) ## seconds to the first token of the demo, and to the first error of validate
+	$(BIN)/python tests/bench/startup.py
 
 audit: $(VENV)/.installed ## known vulnerabilities of the dependencies
 	$(BIN)/python tests/packaging/audit.py

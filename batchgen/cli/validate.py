@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,15 +26,16 @@ def command(job: Path, sets: tuple[str, ...], as_json: bool) -> int:
     here, the chat template with the job's own roles, and whether the output folder can be written. Reports
     everything that is wrong at once.
     """
-    report = _report(job, sets)
+    teller = _Teller()
+    report = _report(job, sets, (lambda report: None) if as_json else teller.tell)
     if as_json:
         print_json(_to_json(report))
-    else:
-        _print(report)
+    elif not report.faults:
+        click.echo("valid: nothing found that would stop this job", err=True)
     return report.exit_code
 
 
-def _report(job: Path, sets: tuple[str, ...]) -> Report:
+def _report(job: Path, sets: tuple[str, ...], tell: Callable[[Report], None]) -> Report:
     from batchgen.api import checks
     from batchgen.api.check_model import check_model
     from batchgen.api.check_output import check_output_writable
@@ -52,11 +54,14 @@ def _report(job: Path, sets: tuple[str, ...]) -> Report:
                 with report.check("output", "path"):
                     check_output_writable(spec)
             source = found.tokenizer_source or found.source
+            # What comes now may have to load transformers, which takes seconds.
+            tell(report)
             if source is not None and found.prompt is not None:
                 with report.check():
                     check_prompt(spec, found.prompt, load_tokenizer(source), report, found.inputs)
             if found.source is not None:
                 check_model(spec, found.source, report)
+    tell(report)
     return report
 
 
@@ -85,12 +90,18 @@ def _to_json(report: Report) -> dict[str, object]:
     }
 
 
-def _print(report: Report) -> None:
-    from batchgen.text.terminal import safe
+class _Teller:
+    """Says what was found, each thing once."""
 
-    for note in report.notes:
-        click.echo(safe(f"note: {note}"), err=True)
-    for fault in report.faults:
-        click.echo(safe(f"batchgen: {report.sentence(fault)}"), err=True)
-    if not report.faults:
-        click.echo("valid: nothing found that would stop this job", err=True)
+    def __init__(self) -> None:
+        self._notes = self._faults = 0
+
+    def tell(self, report: Report) -> None:
+        """Say what has been found since the last call."""
+        from batchgen.text.terminal import safe
+
+        for note in report.notes[self._notes :]:
+            click.echo(safe(f"note: {note}"), err=True)
+        for fault in report.faults[self._faults :]:
+            click.echo(safe(f"batchgen: {report.sentence(fault)}"), err=True)
+        self._notes, self._faults = len(report.notes), len(report.faults)

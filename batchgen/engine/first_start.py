@@ -5,7 +5,7 @@ Nothing of transformers is imported before: a start of which everything is known
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging as transformers_logging
 
@@ -13,7 +13,6 @@ from batchgen.engine.backend_choice import choose_backend
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.invariance import model_is_invariant
 from batchgen.engine.materials import Materials
-from batchgen.engine.prepare import prepare
 from batchgen.engine.prepared import Findings, Place, remember_start
 from batchgen.engine.reading import Labels
 from batchgen.engine.ready import Ready
@@ -28,6 +27,10 @@ from batchgen.models.source import ModelSource
 from batchgen.promise import Promise
 from batchgen.types import Task
 from batchgen_kernels.capability import CAPABILITIES
+
+if TYPE_CHECKING:
+    from batchgen.engine.runner import ModelRunner
+    from batchgen.models.prepared import PreparedWeights
 
 
 def first_start(
@@ -75,12 +78,21 @@ def first_start(
         notes,
     )
     if place is not None and not notes and has_room_for_checks(memory.kv_config, memory.max_model_len):
-        weights = prepare(materials, runner)
+        weights = _prepared(materials, runner)
         assert materials.step is not None
         findings = Findings(materials.step, row_multiple, invariant)
         failure = None if weights is None else remember_start(place, weights, findings)
         notes += [] if failure is None else [failure]
     return ready
+
+
+def _prepared(materials: Materials, runner: ModelRunner) -> PreparedWeights | None:
+    if materials.decoder is None:
+        return None
+    # Needs Numba, as the program does.
+    from batchgen.engine.prepare import prepare
+
+    return prepare(materials, runner)
 
 
 def _labels(loaded: LoadedModel) -> Labels | None:

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,10 +34,12 @@ from batchgen.engine.config import EngineConfig
 from batchgen.engine.step_memory import StepMemory
 from batchgen.file_hash import hash_files
 from batchgen.models.object_tree import NotStorableError, put_together, take_apart
-from batchgen.models.prepared import PreparedModel, PreparedWeights
 from batchgen.models.source import ModelSource
 from batchgen.models.tensor_file import DamagedFileError, open_tensors, write_tensors
 from batchgen.types import UsageError
+
+if TYPE_CHECKING:
+    from batchgen.models.prepared import PreparedModel, PreparedWeights
 
 FORMAT = "1"
 LEAST_BYTES = 32 * 1024 * 1024
@@ -168,6 +170,9 @@ def remember_start(place: Place, weights: PreparedWeights, findings: Findings) -
 
 
 def _open(place: Place) -> PreparedModel:
+    # Needs Numba, which is there where something has been kept.
+    from batchgen.models.prepared import PreparedModel
+
     stored = open_tensors(place.file)
     with suppress(OSError):
         os.utime(place.file.with_suffix(".lock"))

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.cli.main import main
+from batchgen.types import UsageError
 
 Write = Callable[..., str]
 Captured = pytest.CaptureFixture[str]
@@ -330,3 +331,20 @@ def test_a_fault_is_said_once(write_job: Write, capsys: Captured) -> None:
 def test_an_output_in_no_bucket_is_refused(write_job: Write, capsys: Captured) -> None:
     assert main(["validate", write_job(), "--set", "output.path=s3:///results"]) == 2
     assert "names no bucket; write one, such as s3://bucket/results" in capsys.readouterr().err
+
+
+def test_what_is_known_at_once_is_said_before_the_tokenizer_is_loaded(
+    write_job: Write, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def load(source: object) -> None:
+        said.append(capsys.readouterr().err)
+        raise UsageError("model.tokenizer: none")
+
+    monkeypatch.setattr("batchgen.api.job_model.load_tokenizer", load)
+    assert main(["validate", write_job(), "--set", "output.path=job.yaml"]) == 2
+    [before], after = said, capsys.readouterr().err
+    assert "output.path" in before
+    assert "output.path" not in after
+    assert "model.tokenizer: none" in after
