@@ -25,8 +25,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from batchgen_kernels import AttentionSpec, KVCache
-from batchgen_kernels.triton_kernels import backend, tiles
+from batchgen_kernels.triton_kernels import backend, layers, tiles
 from batchgen_kernels.triton_kernels.attend_kernel import attend_kernel, merge_kernel
+from batchgen_kernels.triton_kernels.layer_kernel import (
+    gated_kernel,
+    rms_norm_kernel,
+    rotate_and_write_kernel,
+)
 from batchgen_kernels.triton_kernels.write_kernel import write_kernel
 
 TYPES = {
@@ -38,7 +43,7 @@ TYPES = {
     torch.int64: "i64",
 }
 CHIPS = {chip.capability: chip for chip in (tiles.A100, tiles.H100, tiles.B200)}
-FLOATS = {"factor", "cap"}
+FLOATS = {"factor", "cap", "eps"}
 UNALIGNED = {"num_seqs", "num_splits", "num_rows", "table_stride"}
 ALLOWED_SPILL = 32
 """Bytes a thread: eight registers, which the assembler gives up by itself for a second program."""
@@ -151,10 +156,38 @@ def builds(case: Case, chip: tiles.Chip) -> Iterator[Build]:
             None,
         )
     if "decode" in case.name and not case.split:
+        written = {"key_in_ptr": dtype, "value_in_ptr": dtype, **stored, "slots_ptr": torch.int64}
         yield Build(
             write_kernel,
-            pointers({"key_in_ptr": dtype, "value_in_ptr": dtype, **stored, "slots_ptr": torch.int64}),
+            pointers(written),
             backend.write_constants(spec.head_size, spec.v_head_size, kv),
+            None,
+        )
+        rotated = {"query_out_ptr": dtype, "query_ptr": dtype, "cos_ptr": dtype, "sin_ptr": dtype}
+        yield Build(
+            rotate_and_write_kernel,
+            pointers({**rotated, **written}),
+            layers.rotate_constants(spec.num_heads, spec.head_size, spec.head_size, kv),
+            None,
+        )
+
+
+def builds_without_attention() -> Iterator[Build]:
+    """Norms and activations of Llama 8B and Gemma 27B."""
+    narrow = torch.bfloat16
+    for width, unit_offset in ((4096, False), (5376, True)):
+        names = ("out_ptr", "total_ptr", "x_ptr", "residual_ptr", "weight_ptr")
+        yield Build(
+            rms_norm_kernel,
+            pointers(dict.fromkeys(names, narrow)),
+            layers.norm_constants(width, add=True, unit_offset=unit_offset),
+            None,
+        )
+    for width, activation in ((14336, "silu"), (21504, "gelu_tanh")):
+        yield Build(
+            gated_kernel,
+            pointers(dict.fromkeys(("out_ptr", "gate_ptr", "up_ptr"), narrow)),
+            layers.gated_constants(width, activation),
             None,
         )
 
@@ -202,6 +235,20 @@ def faults(shared: int, spilled: int, expected: int | None, limit: int) -> list[
     return said
 
 
+def report(name: str, build: Build, chip: tiles.Chip) -> int:
+    """Compile, print a line, and count what is wrong with it."""
+    kernel, constants = compiled(build, chip.capability), build.constants
+    registers, spilled = resources(kernel.asm["cubin"])
+    shared = kernel.metadata.shared
+    print(f"{build.kernel.__name__:<24}{name:<33}{chip.capability:>4}", end="")
+    print(f"{constants.get('BLOCK_M', ''):>6}{constants['num_warps']:>6}{constants['num_stages']:>7}", end="")
+    print(f"{registers:>10}{spilled:>8}{shared:>9,}{build.expected_shared or 0:>9,}", flush=True)
+    wrong = faults(shared, spilled, build.expected_shared, chip.shared_memory)
+    for fault in wrong:
+        print(f"  FAULT: {fault}")
+    return len(wrong)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=list(CHIPS))
@@ -209,22 +256,14 @@ def main() -> int:
     arguments = parser.parse_args()
     started, failed = time.monotonic(), 0
     print(f"triton {triton.__version__}")
-    print(f"{'kernel':<15}{'case':<33}{'sm':>4}{'rows':>6}{'warps':>6}{'stages':>7}", end="")
+    print(f"{'kernel':<24}{'case':<33}{'sm':>4}{'rows':>6}{'warps':>6}{'stages':>7}", end="")
     print(f"{'registers':>10}{'spilled':>8}{'shared':>9}{'formula':>9}")
-    for case in (case for case in CASES if arguments.only in case.name):
-        for arch in arguments.arch:
-            limit = CHIPS[arch].shared_memory
-            for build in builds(case, CHIPS[arch]):
-                kernel = compiled(build, arch)
-                registers, spilled = resources(kernel.asm["cubin"])
-                shared, constants = kernel.metadata.shared, build.constants
-                print(f"{build.kernel.__name__:<15}{case.name:<33}{arch:>4}", end="")
-                print(f"{constants.get('BLOCK_M', ''):>6}{constants['num_warps']:>6}", end="")
-                print(f"{constants['num_stages']:>7}{registers:>10}{spilled:>8}{shared:>9,}", end="")
-                print(f"{build.expected_shared or 0:>9,}", flush=True)
-                for fault in faults(shared, spilled, build.expected_shared, limit):
-                    failed += 1
-                    print(f"  FAULT: {fault}")
+    chosen = [case for case in CASES if arguments.only in case.name]
+    for arch in arguments.arch:
+        chip = CHIPS[arch]
+        every = [(case.name, build) for case in chosen for build in builds(case, chip)]
+        for name, build in (*every, *(("norms and activations", b) for b in builds_without_attention())):
+            failed += report(name, build, chip)
     print(f"{failed} faults, {time.monotonic() - started:.0f} s")
     return 1 if failed else 0
 

@@ -1,5 +1,7 @@
 """The Triton backend of attention: `backend.py` is called by the engine, `*_kernel.py` run on the device.
 
+Beside it `layers.py` has the kernels between attention and matrix products.
+
 Importing it loads triton. Under TRITON_INTERPRET=1 the same kernels run on the processor, slowly, as tests.
 
 **Cache.** A page holds one block of one layer, its parts one after the other, scales first:

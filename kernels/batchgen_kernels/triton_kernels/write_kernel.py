@@ -10,7 +10,35 @@ import triton.language as tl
 
 
 @triton.jit
-def _write_rows(
+def magnitude(x):
+    """The largest of each row's magnitudes, NaN where one of them is not finite."""
+    size = tl.abs(x)
+    # A maximum may leave NaN out, so whether all are finite is asked apart.
+    sick = tl.max(tl.where(size < float("inf"), 0, 1), 1) > 0
+    return tl.where(sick, float("nan"), tl.max(size, 1))
+
+
+@triton.jit
+def to_steps(x, scale):
+    """int8 of rows [n, m] and their scales [n]; 0 where a scale is 0 or NaN."""
+    usable = scale > 0
+    steps = tl.div_rn(x, tl.where(usable, scale, 1.0)[:, None])
+    # 1.5 * 2**23: a float32 of this size has no fraction, and additions round halves to even.
+    steps = (steps + 12582912.0) - 12582912.0
+    steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
+    return tl.where(usable[:, None], steps, 0.0).to(tl.int8)
+
+
+@triton.jit
+def to_stored(x, dtype: tl.constexpr):
+    """`x` in a floating dtype, NaN where it is not finite there."""
+    rounded = x.to(dtype)
+    finite = tl.abs(rounded.to(tl.float32)) < float("inf")
+    return tl.where(finite, rounded, float("nan")).to(dtype)
+
+
+@triton.jit
+def write_rows(
     source_ptr,
     cache_ptr,
     scale_ptr,
@@ -31,23 +59,11 @@ def _write_rows(
     target = cache_ptr + (block * page + place * WIDTH)[:, None] + column[None, :]
     if SCALED:
         x = x.to(tl.float32)
-        magnitude = tl.abs(x)
-        # A maximum may leave NaN out, so whether all are finite is asked apart.
-        sick = tl.max(tl.where(magnitude < float("inf"), 0, 1), 1) > 0
-        scale = tl.div_rn(tl.max(magnitude, 1), tl.full([1], 127.0, tl.float32))
-        usable = (scale > 0) & (sick == 0)
-        steps = tl.div_rn(x, tl.where(usable, scale, 1.0)[:, None])
-        # 1.5 * 2**23: a float32 of this size has no fraction, and additions round halves to even.
-        steps = (steps + 12582912.0) - 12582912.0
-        steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
-        elements = tl.where(usable[:, None], steps, 0.0)
-        tl.store(target, elements.to(tl.int8), mask=mask)
-        scale = tl.where(sick, float("nan"), scale)
+        scale = tl.div_rn(magnitude(x), tl.full([1], 127.0, tl.float32))
+        tl.store(target, to_steps(x, scale), mask=mask)
         tl.store(scale_ptr + block * scale_page + place, scale, mask=present)
     else:
-        rounded = x.to(cache_ptr.dtype.element_ty)
-        finite = tl.abs(rounded.to(tl.float32)) < float("inf")
-        tl.store(target, tl.where(finite, rounded, float("nan")).to(cache_ptr.dtype.element_ty), mask=mask)
+        tl.store(target, to_stored(x, cache_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -86,7 +102,7 @@ def write_kernel(
     row = row.to(tl.int64)
     key_row = row * key_token_stride + head * key_head_stride
     value_row = row * value_token_stride + head * value_head_stride
-    _write_rows(
+    write_rows(
         key_in_ptr,
         key_ptr,
         key_scale_ptr,
@@ -100,7 +116,7 @@ def write_kernel(
         BLOCK_K,
         SCALED,
     )
-    _write_rows(
+    write_rows(
         value_in_ptr,
         value_ptr,
         value_scale_ptr,

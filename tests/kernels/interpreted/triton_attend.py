@@ -16,6 +16,8 @@ from batchgen_kernels.reference import ReferenceBackend
 from batchgen_kernels.triton_kernels import TritonBackend, backend
 from batchgen_kernels.triton_kernels.tiles import H100, Tile, choose_splits, choose_tile, parts
 
+LONG = EXAMPLES > 10
+"""Larger shapes too: a run of its own, not one for each commit."""
 KV_DTYPES = {
     torch.float32: [torch.float32, torch.float16, torch.int8],
     torch.float16: [torch.float16, torch.int8],
@@ -24,7 +26,7 @@ KV_DTYPES = {
 
 @st.composite
 def specs(draw: st.DrawFn) -> AttentionSpec:
-    kv_heads = draw(st.integers(1, 2))
+    kv_heads = draw(st.integers(1, 4 if LONG else 2))
     width = draw(st.sampled_from([16, 24, 64, 80, 96, 128, 192, 256]))
     return layer(
         kv_heads * draw(st.integers(1, 5)),
@@ -40,12 +42,12 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
 
 @st.composite
 def cases(draw: st.DrawFn, dtype: torch.dtype) -> Case:
-    computed = st.sampled_from([0, 1, 15, 16, 31, 32, 63, 64, 65]) | st.integers(0, 110)
-    rows = st.just(1) | st.integers(1, 30)
+    computed = st.sampled_from([0, 1, 15, 16, 31, 32, 63, 64, 65]) | st.integers(0, 200 if LONG else 110)
+    rows = st.just(1) | st.integers(1, 60 if LONG else 30)
     fixed = draw(st.sampled_from([None, None, 64, 128]))
     return Case(
         spec=draw(specs()),
-        sequences=draw(st.lists(st.tuples(computed, rows), min_size=1, max_size=3)),
+        sequences=draw(st.lists(st.tuples(computed, rows), min_size=1, max_size=5 if LONG else 3)),
         dtype=dtype,
         kv_dtype=draw(st.sampled_from(KV_DTYPES[dtype])),
         block_size=draw(st.sampled_from([16, 32, 64, 128])),
