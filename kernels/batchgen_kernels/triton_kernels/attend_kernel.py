@@ -43,7 +43,8 @@ def _store_part(ptr, offsets, present, x, FIRST: tl.constexpr, PART: tl.constexp
     tl.store(ptr + offsets[:, None] + column[None, :], x.to(ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_splits"])
+# What changes from step to step, by which a kernel would be compiled anew in the middle of a run.
+@triton.jit(do_not_specialize=["num_seqs", "num_splits", "table_stride"])
 def attend_kernel(
     out_ptr,
     partial_ptr,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,17 @@ from batchgen_kernels import CAPABILITIES, AttentionMetadata, AttentionSpec, Bac
 from batchgen_kernels.backend import allocate
 from batchgen_kernels.reference import ReferenceBackend
 from batchgen_kernels.triton_kernels import TritonBackend, backend
-from batchgen_kernels.triton_kernels.tiles import H100, Tile, choose_splits, choose_tile, parts
+from batchgen_kernels.triton_kernels.tiles import (
+    A100,
+    B200,
+    H100,
+    Chip,
+    Tile,
+    choose_splits,
+    choose_tile,
+    parts,
+    shared_bytes,
+)
 
 LONG = EXAMPLES > 10
 """Larger shapes too: a run of its own, not one for each commit."""
@@ -279,6 +290,19 @@ def test_splits_are_chosen_by_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_widths_are_cut_into_two_powers_of_two(width: int, cut: tuple[int, int]) -> None:
     assert parts(width) == cut
+
+
+@pytest.mark.parametrize("chip", [A100, H100, B200], ids=lambda chip: str(chip.capability))
+@pytest.mark.parametrize("width", [16, 64, 80, 96, 128, 192, 256])
+def test_every_tile_fits_its_chip(chip: Chip, width: int) -> None:
+    """The formula is checked against compiled kernels by `make kernels-aot`."""
+    spec = layer(8, 2, width)
+    for dtype, kv_dtypes in KV_DTYPES.items():
+        for kv_dtype, rows in itertools.product(kv_dtypes, (1, 9, 512)):
+            tile = choose_tile(spec, dtype, kv_dtype, rows, chip)
+            assert tile.tokens * tile.heads <= tile.rows
+            used = shared_bytes(spec, dtype, kv_dtype, tile.rows, tile.keys, tile.stages)
+            assert used <= chip.shared_memory
 
 
 def test_tiles_hold_as_many_rows_as_the_mean_sequence() -> None:

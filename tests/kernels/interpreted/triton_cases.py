@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +26,7 @@ CPU = torch.device("cpu")
 EXAMPLES = int(os.environ.get("BATCHGEN_KERNELS", "10"))
 FILLER = {"large": 6e4, "nan": float("nan")}
 """What memory holds that no row may see."""
+_COUNT = itertools.count()
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
 
@@ -112,6 +118,21 @@ class Case:
         assert got.dtype == self.dtype
         assert not got[self.metadata.num_tokens :].any()
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def mutated(module: ModuleType, old: str, new: str, folder: Path) -> Any:
+    """A copy of a module of kernels with a mistake in it."""
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text()
+    assert old in source, f"the kernels do not contain {old!r}"
+    path = folder / f"mutated_{next(_COUNT)}.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
 
 
 def layer(heads: int, kv_heads: int, width: int, v_width: int | None = None, **more: object) -> AttentionSpec:

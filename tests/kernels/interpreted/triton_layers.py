@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
-from triton_cases import CPU, EXAMPLES, TOLERANCE, layer, quiet
+from triton_cases import CPU, EXAMPLES, TOLERANCE, layer, mutated, quiet
 
 from batchgen_kernels import AttentionMetadata
 from batchgen_kernels import layer_reference as reference
@@ -162,15 +161,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mistake_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = MUTATIONS[name]
-    source = Path(layer_kernel.__file__).read_text()
-    assert old in source, f"the kernel does not contain {old!r}"
-    path = tmp_path / f"mutated_layers_{list(MUTATIONS).index(name)}.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = mutated(layer_kernel, old, new, tmp_path)
     for kernel in ("rms_norm_kernel", "gated_kernel", "rotate_and_write_kernel"):
         monkeypatch.setattr(layers, kernel, getattr(module, kernel))
     with pytest.raises(AssertionError):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 from pathlib import Path
 
 import pytest
 import torch
-from triton_cases import Case, layer
+from triton_cases import Case, layer, mutated
 
 from batchgen_kernels.triton_kernels import attend_kernel as original
 from batchgen_kernels.triton_kernels import backend
@@ -54,30 +52,15 @@ MUTATIONS = {
 }
 
 
-def mutated(old: str, new: str, path: Path) -> object:
-    source = Path(original.__file__).read_text()
-    assert old in source, f"the kernel does not contain {old!r}"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("case", [FULL, SPLIT, BLOCKS])
 def test_the_kernel_itself_passes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     case.check(monkeypatch)
 
 
-COUNT = itertools.count()
-
-
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mistake_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case, old, new = MUTATIONS[name]
-    module = mutated(old, new, tmp_path / f"mutated_{next(COUNT)}.py")
+    module = mutated(original, old, new, tmp_path)
     for kernel in ("attend_kernel", "merge_kernel"):
         monkeypatch.setattr(backend, kernel, getattr(module, kernel))
     with pytest.raises(AssertionError, match="not close"):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_cases import CPU, EXAMPLES, layer, quiet
+from triton_cases import CPU, EXAMPLES, layer, mutated, quiet
 
 from batchgen_kernels import AttentionMetadata
 from batchgen_kernels.backend import allocate
 from batchgen_kernels.reference import ReferenceBackend
-from batchgen_kernels.triton_kernels import TritonBackend
+from batchgen_kernels.triton_kernels import TritonBackend, backend, write_kernel
 
 PAIRS = [
     (torch.float32, torch.float32),
@@ -62,12 +64,12 @@ def test_what_is_stored_is_what_the_reference_stores(
     )
     spec = layer(heads, heads, *widths)
     kept = []
-    for backend in (TritonBackend(), ReferenceBackend()):
-        kv = allocate(backend, spec, num_blocks, block_size, CPU, kv_dtype)
+    for target in (TritonBackend(), ReferenceBackend()):
+        kv = allocate(target, spec, num_blocks, block_size, CPU, kv_dtype)
         for tensor in kv.tensors:
             tensor.fill_(7)
         with quiet():
-            backend.write(kv, key, value, meta)
+            target.write(kv, key, value, meta)
         kept.append(kv.tensors)
     for got, want in zip(*kept, strict=True):
         torch.testing.assert_close(got.transpose(1, 2), want, rtol=0, atol=0, equal_nan=True)
@@ -92,3 +94,31 @@ def test_halves_are_rounded_to_even() -> None:
     meta = AttentionMetadata.build([1], [1], [[1]], 16)
     TritonBackend().write(kv, row.view(1, 1, 16), row.view(1, 1, 16), meta)
     assert kv.key[1, 0, 0, :9].tolist() == [127, 0, 2, 2, 0, -2, 126, 63, 64]
+
+
+MUTATIONS = {
+    "steps are cut off": ("(steps + 12582912.0) - 12582912.0", "steps"),
+    "the largest step is 128": ("tl.full([1], 127.0", "tl.full([1], 128.0"),
+    "what overflows is kept as infinite": ('tl.where(finite, rounded, float("nan"))', "rounded"),
+    "a vector with a NaN is stored without": ('float("nan"), tl.max(size, 1))', "0.0, tl.max(size, 1))"),
+    "keys of the first head alone": ("row * key_token_stride + head", "row * key_token_stride + 0 * head"),
+    "the first block for all": ("block = slot // BLOCK_SIZE", "block = slot // BLOCK_SIZE * 0"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mistake_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = mutated(write_kernel, *MUTATIONS[name], tmp_path)
+    monkeypatch.setattr(backend, "write_kernel", module.write_kernel)
+    with pytest.raises(AssertionError):
+        _write_once()
+
+
+def _write_once() -> None:
+    check = test_what_is_stored_is_what_the_reference_stores.hypothesis.inner_test
+    for pair in PAIRS[1:3]:
+        check(pair, (24, 96), 2, 16, 20, 1.0, 1)
+
+
+def test_the_kernel_itself_passes() -> None:
+    _write_once()
