@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
-from batchgen.bench.parts import ATTENTION, HEAD, HOST, INPUTS, PROGRAM, REST, SAMPLING, SCHEDULER
-from batchgen.bench.shapes import KINDS
+from batchgen.bench.parts import ATTENTION, HEAD, HOST, INPUTS, KINDS, PROGRAM, REST, SAMPLING, SCHEDULER
 from batchgen.engine.core import EngineCore
+
+_PARTS = {**KINDS, HEAD: HEAD}
 
 
 class Clock:
@@ -93,9 +92,10 @@ def clocked(core: EngineCore) -> Iterator[Callable[[], dict[str, float]]]:
     else:
         put(runner.backend, "attend", ATTENTION)
         put(runner.backend, "write", ATTENTION)
-    parts: Any = runner.parts
-    for part, module in _products(parts.model):
-        put(module, "forward", part)
+    put(runner.parts, "head", HEAD)
+    for name, module in runner.parts.products():
+        if (part := _PARTS.get(name)) is not None:
+            put(module, "forward", part)
     try:
         yield lambda: _together(clock.seconds, {} if times is None else times.seconds())
     finally:
@@ -116,17 +116,6 @@ def _ending(clock: Clock, function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return ended
-
-
-def _products(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules that multiply with weights, by the kind of product; those of a program are not modules."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    for name, module in model.named_modules():
-        own = name.rpartition(".")[2]
-        if module is head and head is not None:
-            yield HEAD, head
-        elif own in KINDS:
-            yield KINDS[own], module
 
 
 def _together(seconds: dict[str, float], operations: dict[str, float]) -> dict[str, float]:

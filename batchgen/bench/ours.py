@@ -20,7 +20,6 @@ from batchgen.bench.breakdown import clocked
 from batchgen.bench.machine import product_rates, read_bandwidth
 from batchgen.bench.peers import harness
 from batchgen.bench.shapes import ModelShapes, Need, Product, Work, generating, model_shapes, needed
-from batchgen.models.footprint import weight_bytes
 from batchgen.scores import Scoring
 from batchgen.types import Output, Request, RowError, RowFailure, SamplingParams, Task, UsageError
 
@@ -212,12 +211,15 @@ class Ours:
         }
 
     def _machine(self, passed: _Passed, done: list[tuple[Request, Output]]) -> dict[str, Any]:
-        parts: Any = self._core.runner.parts
-        model = parts.model
-        shapes = model_shapes(model.config, [layer.spec for layer in self._core.runner.layers])
+        # Loads transformers, which the engine itself may not need.
+        from batchgen.api.job_model import find_model
+        from batchgen.models.loader import load_config
+
+        config = load_config(find_model(self._spec).tokenizer_folder())
+        shapes = model_shapes(config, [layer.spec for layer in self._core.runner.layers])
         bandwidth = read_bandwidth()
         alone = self._alone(done, bandwidth) if len(done) == 1 else None
-        text = model.config.get_text_config()
+        text = config.get_text_config()
         shape = {n: getattr(text, n, None) for n in ("vocab_size", "hidden_size", "num_hidden_layers")}
         common = {"shape": shape, "bandwidth": bandwidth, "alone": alone}
         if shapes is None or not done or not passed.steps:
@@ -251,10 +253,7 @@ class Ours:
         if output.completion_tokens < 2 or output.decode_seconds <= 0:
             return None
         runner = self._core.runner
-        parts: Any = runner.parts
-        model = parts.model
-        unread = model.get_input_embeddings()
-        weights = weight_bytes(module for module in model.modules() if module is not unread)
+        weights = runner.parts.read_bytes
         context = statistics.fmean((output.prompt_tokens, output.prompt_tokens + output.completion_tokens))
         cache = runner.layout.block_bytes / runner.block_size * context
         rate = (output.completion_tokens - 1) / output.decode_seconds
@@ -275,7 +274,7 @@ def _ready(spec: JobSpec) -> ReadyEngine:
         prompt = bind_prompt(spec, inputs)
     source = find_model(spec)
     source.fetch_weights()
-    return build(worker_config(spec, prompt, source.commit), in_full=True)
+    return build(worker_config(spec, prompt, source.commit))
 
 
 def _groups(spec: JobSpec) -> Iterator[list[Any]]:

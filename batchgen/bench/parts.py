@@ -11,3 +11,15 @@ PARTS = (
     *("qkv", "output", "gate_up", "down", HEAD, ATTENTION, "norm", "rotation"),
     *(PROGRAM, REST, SAMPLING, SCHEDULER, INPUTS, HOST),
 )
+KINDS = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "qkv_proj": "qkv",
+    "o_proj": "output",
+    "gate_proj": "gate_up",
+    "up_proj": "gate_up",
+    "gate_up_proj": "gate_up",
+    "down_proj": "down",
+}
+"""What a layer's products are called; others keep the name that transformers gives them."""

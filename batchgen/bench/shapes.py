@@ -8,27 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.pytorch_utils import Conv1D
 
-from batchgen.bench.parts import HEAD
+from batchgen.bench.parts import HEAD, KINDS
 from batchgen_kernels.spec import AttentionSpec
 
-KINDS = {
-    "q_proj": "qkv",
-    "k_proj": "qkv",
-    "v_proj": "qkv",
-    "qkv_proj": "qkv",
-    "o_proj": "output",
-    "gate_proj": "gate_up",
-    "up_proj": "gate_up",
-    "gate_up_proj": "gate_up",
-    "down_proj": "down",
-}
-"""What a layer's products are called; others keep the name that transformers gives them."""
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +118,9 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
 def model_shapes(config: PretrainedConfig, attention: Sequence[AttentionSpec]) -> ModelShapes | None:
     """The shapes of a causal model; None where its configuration makes none, or one whose weights are not
     all used for each token, as those of experts."""
+    from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
     plain = type(config).from_dict(config.to_dict())
     try:
         with torch.device("meta"):

@@ -22,12 +22,11 @@ from batchgen.text.task_request import TaskRequests
 from batchgen.types import Task
 
 
-def build(config: Mapping[str, Any], *, in_full: bool = False) -> ReadyEngine:
+def build(config: Mapping[str, Any]) -> ReadyEngine:
     """The engine of a job.
 
     Args:
         config: the `start` message's configuration.
-        in_full: load the model by transformers, for those who look into it.
 
     Raises:
         BatchgenError: the job cannot run here as asked.
@@ -38,7 +37,7 @@ def build(config: Mapping[str, Any], *, in_full: bool = False) -> ReadyEngine:
     prompt = PromptSpec.from_dict(config["prompt"])
     renderer = PromptRenderer(prompt, tokenizer, _first_attempt(pinned))
     renderer.probe()
-    engine = build_engine(engine_config, tokenizer, progress=False, in_full=in_full)
+    engine = build_engine(engine_config, tokenizer, progress=False)
     model_defaults = engine.loaded.generation
     wanted = config.get("generation_defaults", "model") == "model"
     defaults = pinned.get("generation_defaults")

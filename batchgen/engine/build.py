@@ -71,7 +71,7 @@ def _source(config: EngineConfig) -> ModelSource:
 
 
 def build_engine(
-    config: EngineConfig, tokenizer: Tokenizer | None = None, *, progress: bool = True, in_full: bool = False
+    config: EngineConfig, tokenizer: Tokenizer | None = None, *, progress: bool = True
 ) -> Engine:
     """Load the model and make everything ready for the first request.
 
@@ -79,7 +79,6 @@ def build_engine(
         config: what was asked for.
         tokenizer: from `load_tokenizer`, if it was called before.
         progress: whether bars may be shown while weights are loaded.
-        in_full: load the model by transformers, whatever an earlier start has kept.
 
     Raises:
         UsageError: the model cannot run here as asked; says why and which setting to change.
@@ -102,7 +101,7 @@ def build_engine(
         num_threads=threads,
     )
     promised = promise("cpu", dtype, kv_dtype, config.deterministic)
-    ready = _ready(config, promised, progress, in_full)
+    ready = _ready(config, promised, progress)
     memory = ready.memory
     core = EngineCore(
         ready.runner,
@@ -130,11 +129,11 @@ def build_engine(
     )
 
 
-def _ready(config: EngineConfig, promised: Promise, progress: bool, in_full: bool) -> Ready:
+def _ready(config: EngineConfig, promised: Promise, progress: bool) -> Ready:
     """From what an earlier start has kept, else in full."""
     source = _source(config)
     place = place_of(config, source)
-    known = None if place is None or in_full else recall_start(place)
+    known = None if place is None else recall_start(place)
     ready = None if known is None else ready_by_memory(config, known)
     if ready is not None:
         return ready

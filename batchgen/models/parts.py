@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from batchgen.models.footprint import weight_bytes
 from batchgen.models.forward_context import forward_context
 from batchgen.types import Task, UsageError
 
@@ -68,9 +69,16 @@ class ModelParts:
         return torch.empty(0, 0)
 
     @property
-    def model(self) -> Any:
-        """The whole model."""
-        return self._model
+    def read_bytes(self) -> int:
+        """Bytes of weights that a token reads: all but the table that embeds it."""
+        table = self._model.get_input_embeddings()
+        return weight_bytes(module for module in self._model.modules() if module is not table)
+
+    def products(self) -> Iterator[tuple[str, Any]]:
+        """Modules with their names, of which some multiply with weights; `lm_head` is what makes logits."""
+        head = self._model.get_output_embeddings()
+        for name, module in self._model.named_modules():
+            yield "lm_head" if module is head else name.rpartition(".")[2], module
 
     @property
     def hidden(self) -> torch.Tensor:

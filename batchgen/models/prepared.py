@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from batchgen.models.forward_context import DecodingContext, current_context
 from batchgen.models.layer_attention import LayerAttention
+from batchgen.models.object_tree import take_apart
 from batchgen.types import Task
 from batchgen_kernels.cpu.decoder import DecoderWeights
 from batchgen_kernels.cpu.linear import Linear, PackedWeights
@@ -115,7 +116,7 @@ class PreparedParts:
         assert isinstance(context, DecodingContext)
         embedded = F.embedding(input_ids[0], weights.embedding)
         self._latest = context.decode(embedded, [weights.rotation(position_ids[0])])
-        return torch.empty(0, 0) if self._product is None else self._product(self._latest[logits_rows])
+        return torch.empty(0, 0) if self._product is None else self.head(self._latest[logits_rows])
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -128,6 +129,18 @@ class PreparedParts:
         if self._product is None:
             raise TypeError("a model that was loaded for embeddings has no head")
         return self._product(hidden)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of weights that a token reads: all but the table that embeds it."""
+        weights = self._weights
+        assert weights is not None
+        _, tensors = take_apart([weights.decoder, weights.head])
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def products(self) -> Iterator[tuple[str, Any]]:
+        """Nothing: all products are in the program, and in `head`."""
+        yield from ()
 
     def close(self) -> None:
         """Let go of the model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from tiny_models import save_tiny_llama
 from batchgen.bench.breakdown import Clock, clocked
 from batchgen.bench.machine import product_rates, read_bandwidth
 from batchgen.bench.shapes import Product
+from batchgen.cache import cache_dir
+from batchgen.engine import prepared
+from batchgen.engine.build import Engine
+from batchgen.models.prepared import PreparedModel
 from batchgen.types import SamplingParams
 
 PROMPTS = [[10 + i, 20, 30, 40] for i in range(5)]
@@ -63,12 +68,33 @@ def test_a_part_that_raises_ends(now: list[float]) -> None:
     assert clock.seconds == {"outer": 0, "inner": 3}
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_an_engine_under_clocks(folder: Path, fused: bool) -> None:
-    # In bfloat16 transformers' own layers compute.
-    engine = make_engine(folder, **({} if fused else {"dtype": "bfloat16", "deterministic": False}))
+@pytest.fixture
+def start(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Engine]:
+    """An engine whose layers are one program, from the model or from what a start has kept, or are not."""
+
+    def engine(kind: str) -> Engine:
+        if kind == "apart":
+            # In bfloat16 transformers' own layers compute.
+            return make_engine(folder, dtype="bfloat16", deterministic=False)
+        if kind == "kept":
+            monkeypatch.setenv("NUMBA_CACHE_DIR", str(cache_dir() / "numba"))
+            monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+            monkeypatch.setattr(prepared, "LEAST_BYTES", 0)
+            make_engine(folder).core.close()
+        return make_engine(folder)
+
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["program", "kept", "apart"])
+def test_an_engine_under_clocks(start: Callable[[str], Engine], kind: str) -> None:
+    engine = start(kind)
     core = engine.core
-    assert (core.runner.program is not None) == fused
+    assert (core.runner.program is None) == (kind == "apart")
+    assert isinstance(engine.loaded, PreparedModel) == (kind == "kept")
+    item = 2 if kind == "apart" else 4
+    weights = item * (2 * (64 * 128 + 64 * 64 + 64 * 256 + 128 * 64) + 259 * 64)
+    assert weights <= core.runner.parts.read_bytes <= 1.05 * weights
     plain = run(engine, PROMPTS, SAMPLING)
     names = [set(vars(owner)) for owner in (core, core.runner, core.scheduler, core.runner.backend)]
     with clocked(core) as parts:
