@@ -8,7 +8,7 @@ MODEL := build/SmolLM2-135M-Instruct.Q4_1.gguf
 HUMANEVAL := build/HumanEval.jsonl.gz
 # File after file in the order of folders; by itself xdist leaves to the end the files of few and long tests.
 PYTEST_TWO := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-AHEAD_OF_TIME := TRITON_CACHE_DIR=build/triton-cache TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python tests/kernels/ahead_of_time.py
+AHEAD_OF_TIME := TRITON_CACHE_DIR=build/triton-cache $(BIN)/python tests/kernels/ahead_of_time.py
 KILLS ?= 40
 ROWS ?= 4000
 MINUTES ?= 1

@@ -45,6 +45,7 @@ TYPES = {
 CHIPS = {chip.capability: chip for chip in (tiles.A100, tiles.H100, tiles.B200)}
 FLOATS = {"factor", "cap", "eps"}
 UNALIGNED = {"num_seqs", "num_splits", "num_rows", "table_stride"}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 ALLOWED_SPILL = 32
 """Bytes a thread: eight registers, which the assembler gives up by itself for a second program."""
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -195,7 +196,7 @@ def builds_without_attention() -> Iterator[Build]:
 def compiled(build: Build, arch: int) -> Any:
     """The kernel as it is specialised at a launch: pointers and strides are multiples of 16."""
     constants = dict(build.constants)
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    options = {name: constants.pop(name) for name in OPTIONS}
     signature, attributes = {}, {}
     for place, name in enumerate(build.kernel.arg_names):
         if name in constants:

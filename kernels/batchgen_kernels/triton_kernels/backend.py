@@ -188,7 +188,11 @@ class TritonBackend:
 def attend_constants(
     spec: AttentionSpec, kv: KVCache, tile: Tile, *, split: bool, fixed_split: int | None = None
 ) -> dict[str, Any]:
-    """What `attend_kernel` is compiled for, and how many warps and stages it gets."""
+    """What `attend_kernel` is compiled for: its constants, and triton's own options.
+
+    Whether a product and a sum are one rounding is said everywhere: what triton does when nothing is said
+    changes with its version.
+    """
     (k1, k2), (v1, v2) = parts(spec.head_size), parts(spec.v_head_size)
     return {
         "HEADS": spec.num_heads,
@@ -212,6 +216,7 @@ def attend_constants(
         "FIXED_TILES": (fixed_split or 0) // tile.keys,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
+        "enable_fp_fusion": True,
     }
 
 
@@ -225,6 +230,7 @@ def merge_constants(spec: AttentionSpec) -> dict[str, Any]:
         "SINKS": spec.has_sinks,
         "num_warps": 4,
         "num_stages": 1,
+        "enable_fp_fusion": True,
     }
 
 
@@ -240,6 +246,7 @@ def write_constants(head_size: int, v_head_size: int, kv: KVCache) -> dict[str, 
         "SCALED": kv.dtype == torch.int8,
         "num_warps": 4,
         "num_stages": 1,
+        "enable_fp_fusion": False,
     }
 
 

@@ -157,6 +157,7 @@ def norm_constants(width: int, *, add: bool, unit_offset: bool) -> dict[str, Any
         "UNIT_OFFSET": unit_offset,
         "num_warps": min(max(block // 512, 1), 16),
         "num_stages": 1,
+        "enable_fp_fusion": True,
     }
 
 
@@ -168,6 +169,7 @@ def gated_constants(width: int, activation: str) -> dict[str, Any]:
         "GELU": activation == "gelu_tanh",
         "num_warps": 4,
         "num_stages": 1,
+        "enable_fp_fusion": True,
     }
 
 
@@ -188,6 +190,7 @@ def rotate_constants(heads: int, width: int, turned: int, kv: KVCache) -> dict[s
         "SCALED": kv.dtype == torch.int8,
         "num_warps": 4,
         "num_stages": 1,
+        "enable_fp_fusion": False,
     }
 
 
