@@ -21,6 +21,7 @@ from typing import Any
 
 from batchgen.bench.accuracy import agreement, perplexity
 from batchgen.bench.workloads import REFERENCE_SHAPE, Workload, warmup_rows, windows, write_rows
+from batchgen.dist.handle import worker_environment
 from batchgen.types import BatchgenError, EngineError
 
 FORMAT = 1
@@ -85,7 +86,8 @@ class RunFailed(Exception):
 def ours(name: str, job: Path, sets: Sequence[str], *, own: bool) -> Contestant:
     """batchgen's engine as a job describes it; `own` for the job's rows in place of a workload's."""
     options = {"job": str(job), "sets": list(sets), "own": own}
-    return Contestant(name, [sys.executable, "-m", "batchgen.bench.ours"], options=options, is_ours=True)
+    command = [sys.executable, "-m", "batchgen.bench.ours"]
+    return Contestant(name, command, options=options, environment=worker_environment(), is_ours=True)
 
 
 def contest(

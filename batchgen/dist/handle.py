@@ -134,7 +134,7 @@ def launch_worker(
         with output:
             process = subprocess.Popen(
                 [*command, "--fd", str(fd)],
-                env=_environment(),
+                env=worker_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -150,7 +150,7 @@ def launch_worker(
     return WorkerHandle(process, channel, log, on_message)
 
 
-def _environment() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     """Ours for the worker; what the user has set about waiting threads stays."""
     chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
     return dict(os.environ) if chosen else {**os.environ, "GOMP_SPINCOUNT": SPINS}

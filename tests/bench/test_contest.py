@@ -15,6 +15,7 @@ from batchgen.bench import contest
 from batchgen.bench.contest import Contestant, Rules, medians, ratio
 from batchgen.bench.installed import PEERS, VARIABLE, Peer, peers_folder
 from batchgen.bench.workloads import BenchRow, Workload
+from batchgen.dist.handle import SPINS
 from batchgen.types import EngineError, UsageError
 
 FAKE = str(Path(__file__).parent / "fake_contestant.py")
@@ -106,6 +107,12 @@ def test_ours_that_fails_is_the_end(make: Any) -> None:
         contest.contest(ROWS, [make("a", "tell")], ONCE)
     with pytest.raises(EngineError, match="no such kernel"):
         contest.contest(ROWS, [make("a", "fail")], ONCE)
+
+
+def test_ours_waits_as_a_worker_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert contest.ours("a", Path("job.yaml"), [], own=True).environment["GOMP_SPINCOUNT"] == SPINS
 
 
 def test_a_python_that_is_not_there(make: Any) -> None:
