@@ -17,7 +17,7 @@ PEERS ?= $(HOME)/.cache/batchgen-peers
 ONLY ?=
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory job-side scale bench peers bench-kv bench-determinism start kernels kernels-aot audit clean
+.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory job-side scale bench peers bench-kv bench-int8 bench-determinism start kernels kernels-aot audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -110,6 +110,9 @@ peers: ## the other engines of `batchgen bench --peers`, outside the tree, half 
 
 bench-kv: $(MODEL) $(HUMANEVAL) ## accuracy, memory and speed of each dtype of the KV cache
 	$(BIN)/python tests/bench/kv_dtypes.py
+
+bench-int8: $(MODEL) $(HUMANEVAL) ## accuracy and speed of products in int8
+	$(BIN)/python tests/bench/quantization.py
 
 bench-determinism: $(MODEL) $(HUMANEVAL) ## what engine.deterministic costs
 	$(BIN)/python tests/bench/determinism.py

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from batchgen.types import UsageError
 
+QUANTIZATIONS = ("int8",)
+"""What products can be computed in besides the dtype of the model; each has the promises of float32."""
 STORED = ("float32", "bfloat16", "float16", "int8")
 _NARROW = ("bfloat16", "float16")
 STORABLE: Mapping[str, tuple[str, ...]] = {
@@ -84,6 +86,25 @@ def resolve_dtypes(dtype: str, kv_cache_dtype: str) -> tuple[str, str]:
     """What `auto` means on the CPU: of the model, and of keys and values in the cache."""
     dtype = "float32" if dtype == "auto" else dtype
     return dtype, dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+
+
+def check_quantization(quantization: str | None, dtype: str) -> None:
+    """Refuse products in int8 of a model that computes in something else than float32.
+
+    Args:
+        quantization: `int8`, or None.
+        dtype: of the model, resolved.
+
+    Raises:
+        UsageError: says what to use.
+    """
+    if quantization not in (None, *QUANTIZATIONS):
+        raise UsageError(f"model.quantization: {quantization!r} is not allowed; use int8 or null")
+    if quantization is not None and dtype != "float32":
+        raise UsageError(
+            f"model.quantization: {quantization} is for a model in float32, not in {dtype}; use model.dtype: "
+            "auto or float32, or leave model.quantization out"
+        )
 
 
 def check_kv_dtype(dtype: str, kv_dtype: str) -> None:

@@ -95,6 +95,7 @@ def _bits(spec: JobSpec) -> dict[str, Any]:
     return {
         "device": device,
         "dtype": dtype,
+        "quantization": spec.model.quantization,
         "kv_cache_dtype": kv_dtype,
         "deterministic": asked,
         "promise": promise(device, dtype, kv_dtype, asked).sentence,
@@ -336,7 +337,8 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
         yield f"prefixes  {share} of prompt tokens are in beginnings that prompts share"
     yield from _finding_lines(plan)
     bits = plan["bits"]
-    settings = f"{bits['device']}, {bits['dtype']}, KV cache in {bits['kv_cache_dtype']}"
+    products = f", products in {bits['quantization']}" if bits["quantization"] else ""
+    settings = f"{bits['device']}, {bits['dtype']}{products}, KV cache in {bits['kv_cache_dtype']}"
     yield f"bits      {settings}: {bits['promise']}"
     yield f"disk      {human_size(disk['needed'])} needed ({disk['basis']}), {human_size(disk['free'])} free"
     yield from _resume_lines(plan)

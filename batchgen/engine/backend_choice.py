@@ -30,7 +30,7 @@ def choose_backend(config: EngineConfig, layers: list[LayerAttention]) -> Select
     """The backend that `config` asks for, or the fastest.
 
     Raises:
-        UsageError: none can run these layers, or not with blocks of that size.
+        UsageError: none can run these layers, or not with blocks of that size, or quantised products.
     """
     specs = [layer.spec for layer in layers]
     dtype, kv_dtype = DTYPES[config.dtype], KV_DTYPE_NAMES[config.kv_cache_dtype]
@@ -38,9 +38,19 @@ def choose_backend(config: EngineConfig, layers: list[LayerAttention]) -> Select
         chosen = select(config.attention, specs, torch.device("cpu"), dtype, kv_dtype)
     except BackendError as error:
         raise UsageError(f"engine.attention: {error}") from error
+    _check_products(chosen.backend, config.quantization)
     assert config.block_size is not None
     _check_block_size(chosen.backend, config.block_size)
     return chosen
+
+
+def _check_products(backend: AttentionBackend, quantization: str | None) -> None:
+    if quantization is not None and backend.name != "cpu":
+        raise UsageError(
+            f"model.quantization: {quantization} needs the cpu attention backend, and this is "
+            f"{backend.name}; use engine.attention: cpu, which says what it lacks, or leave "
+            "model.quantization out"
+        )
 
 
 def _check_block_size(backend: AttentionBackend, block_size: int) -> None:

@@ -21,7 +21,15 @@ from batchgen.engine.prepared import place_of, recall_start
 from batchgen.engine.ready import Ready, ready_by_memory
 from batchgen.grammar import counted
 from batchgen.models.source import ModelSource, find_model, find_tokenizer
-from batchgen.promise import SAME, VARIES, Promise, check_kv_dtype, promise, resolve_dtypes
+from batchgen.promise import (
+    SAME,
+    VARIES,
+    Promise,
+    check_kv_dtype,
+    check_quantization,
+    promise,
+    resolve_dtypes,
+)
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import Task, UsageError
 
@@ -88,6 +96,7 @@ def build_engine(
     dtype, kv_dtype = resolve_dtypes(config.dtype, config.kv_cache_dtype)
     check_kv_dtype(dtype, kv_dtype)
     check_attention(config.attention)
+    check_quantization(config.quantization, dtype)
     tokenizer = tokenizer or load_tokenizer(config)
     if config.task not in ("auto", *Task):
         raise UsageError(f"task: {config.task!r} is not allowed; use auto, {', '.join(Task)}")

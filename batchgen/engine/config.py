@@ -18,6 +18,7 @@ class EngineConfig:
             (`classify`); `auto` goes by the architecture that the configuration names.
         allow_pickle: whether weights may be `.bin` files.
         dtype: `auto` (float32 on the CPU), `float32`, `bfloat16` or `float16`.
+        quantization: `int8` for products in int8, of a model in float32; None for none.
         max_model_len: longest prompt plus output, in tokens.
         attention: name of an attention backend, or `auto`.
         max_num_batched_tokens: token budget of a step.
@@ -40,6 +41,7 @@ class EngineConfig:
     task: str = "generate"
     allow_pickle: bool = False
     dtype: str = "auto"
+    quantization: str | None = None
     max_model_len: int | None = None
     attention: str = "auto"
     max_num_batched_tokens: int | None = None

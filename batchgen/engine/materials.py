@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _LANES = 16
 """Numbers in the widest vector that torch has."""
-_ROUNDED_CACHE = 0.1
-"""As `ROUNDED`, where nothing but the cache is coarser."""
+_SLIGHTLY_ROUNDED = 0.1
+"""As `ROUNDED`, where only the cache is coarser, or only products are."""
 
 
 class CheckedRunner(NamedTuple):
@@ -71,7 +71,7 @@ class Materials(Sizing):
 
         body = body_of(self.loaded.model, self.loaded.task)
         with torch.inference_mode():
-            return Substitutes(self.loaded.model, body)
+            return Substitutes(self.loaded.model, body, quantise=self._config.quantization is not None)
 
     @property
     def decoder(self) -> DecoderWeights | None:
@@ -97,18 +97,26 @@ class Materials(Sizing):
         Raises:
             UsageError: the model computes something else in pieces than as a whole.
         """
-        exact = self._config.dtype == self._config.kv_cache_dtype == "float32"
+        limit, of_program = self._allowed_differences()
         checked, difference = self._try(memory, invariant)
         if self.substitutes and self.substitutes.decoder:
-            reason = _against_the_program(difference, EXACT if exact else _ROUNDED_CACHE)
+            reason = _against_the_program(difference, of_program)
             if reason:
                 checked.runner.close()
                 self.substitutes.unfuse(reason)
                 checked, difference = self._try(memory, invariant)
-        check_difference(difference, EXACT if exact else ROUNDED)
+        check_difference(difference, limit, self._config.quantization)
         if self.substitutes:
             self.substitutes.settle()
         return checked
+
+    def _allowed_differences(self) -> tuple[float, float]:
+        """From what transformers computes: of the model, and of layers that are one program."""
+        if self._config.quantization is not None:
+            return _SLIGHTLY_ROUNDED, _SLIGHTLY_ROUNDED
+        if self._config.dtype == self._config.kv_cache_dtype == "float32":
+            return EXACT, EXACT
+        return ROUNDED, _SLIGHTLY_ROUNDED
 
     def _try(self, memory: MemoryPlan, invariant: bool) -> tuple[CheckedRunner, float | None]:
         multiple = self._row_multiple() if invariant else None

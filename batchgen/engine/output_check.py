@@ -22,7 +22,7 @@ from batchgen.engine.runner import ModelRunner
 from batchgen.models.attention import ATTENTION_NAME
 from batchgen.models.loader import LoadedModel
 from batchgen.models.refusals import refusal
-from batchgen.types import Request, SamplingParams
+from batchgen.types import Request, SamplingParams, UsageError
 
 if TYPE_CHECKING:
     from batchgen.models.substitutes import Substitutes
@@ -63,13 +63,19 @@ def output_difference(
     return _relative(ours, theirs)
 
 
-def check_difference(difference: float | None, limit: float) -> None:
+def check_difference(difference: float | None, limit: float, quantization: str | None = None) -> None:
     """Refuse a model whose output differs by more than `limit`.
 
     Raises:
-        UsageError: it does.
+        UsageError: it does; says that it may be for its quantisation, where there is one.
     """
     if difference is not None and difference > limit:
+        if quantization is not None:
+            raise UsageError(
+                f"model.quantization: with {quantization} this model's output differs from what transformers "
+                f"computes in float32 by {difference:.2g} of the standard deviation, and {limit} is allowed; "
+                "leave model.quantization out"
+            )
         raise refusal(
             "what it computes in pieces among other rows differs from what transformers computes, by "
             f"{difference:.2g} of the standard deviation"

@@ -13,6 +13,7 @@ from batchgen.engine.reading import Labels
 from batchgen.engine.room import has_room_for_checks
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.sizing import Sizing
+from batchgen.models.dtypes import precision
 from batchgen_kernels.registry import Selection
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class _KnownSizing(Sizing):
 
     @property
     def description(self) -> str:
-        return "one program of our own products"
+        return f"one program of our own products{precision(self._config.quantization, {'embeddings'})}"
 
     def kept(self) -> list[torch.nn.Module]:
         return [self._memory]

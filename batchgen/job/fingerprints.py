@@ -83,7 +83,9 @@ def fingerprint(spec: JobSpec, files: ModelFiles, input_files: Mapping[str, Any]
             "task": spec.task,
             "weights": hash_files(files.weights),
             "tokenizer": None if files.tokenizer is None else _tokenizer(files.tokenizer),
-            "model": {key: model[key] for key in ("dtype", "max_model_len", "generation_defaults")},
+            "model": {
+                key: model[key] for key in ("dtype", "quantization", "max_model_len", "generation_defaults")
+            },
             "engine": {"kv_cache_dtype": None if kv_dtype == "auto" else kv_dtype},
             "prompt": job["prompt"],
             "sampling": job["sampling"],

@@ -33,7 +33,7 @@ from batchgen.job.spec.section import Rule, Section
 from batchgen.job.task_keys import check_task
 from batchgen.job.unavailable import MEANS_OFF, means_off
 from batchgen.job.yaml_loader import parse_document, parse_override, split_key
-from batchgen.promise import check_kv_dtype, resolve_dtypes
+from batchgen.promise import check_kv_dtype, check_quantization, resolve_dtypes
 from batchgen.text.prompt_spec import spec_from_sections
 from batchgen.text.templates import JobTemplate
 from batchgen.types import Task, UsageError
@@ -300,7 +300,7 @@ def _check_across(document: Document, sections: dict[str, Section | None], task:
         dialogues = isinstance(sampling, SamplingSection) and sampling.turns is not None
         _check_output(document, output, dialogues=dialogues)
     check_task(document, task)
-    _check_kv_dtype(document, sections["model"], sections["engine"])
+    _check_dtypes(document, sections["model"], sections["engine"])
     if isinstance(given, InputSpec) and given.where is not None:
         try:
             parse_where(given.where)
@@ -308,12 +308,18 @@ def _check_across(document: Document, sections: dict[str, Section | None], task:
             document.fault(("input", "where"), str(error))
 
 
-def _check_kv_dtype(document: Document, model: Section | None, engine: Section | None) -> None:
-    if isinstance(model, ModelSpec) and isinstance(engine, EngineSpec):
-        try:
-            check_kv_dtype(*resolve_dtypes(model.dtype, engine.kv_cache_dtype))
-        except UsageError as error:
-            document.fault(("engine", "kv_cache_dtype"), str(error))
+def _check_dtypes(document: Document, model: Section | None, engine: Section | None) -> None:
+    if not (isinstance(model, ModelSpec) and isinstance(engine, EngineSpec)):
+        return
+    dtype, kv_dtype = resolve_dtypes(model.dtype, engine.kv_cache_dtype)
+    try:
+        check_quantization(model.quantization, dtype)
+    except UsageError as error:
+        document.fault(("model", "quantization"), str(error))
+    try:
+        check_kv_dtype(dtype, kv_dtype)
+    except UsageError as error:
+        document.fault(("engine", "kv_cache_dtype"), str(error))
 
 
 def _check_samples(document: Document, sampling: SamplingSection) -> None:

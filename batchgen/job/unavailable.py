@@ -13,7 +13,6 @@ from typing import Any
 MEANS_OFF: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("slurm",): (None,),
     ("eval",): (None,),
-    ("model", "quantization"): (None,),
     ("model", "adapter"): (None,),
     ("model", "trust_remote_code"): (False,),
     ("prompt", "images"): (None,),

@@ -44,6 +44,7 @@ def worker_config(spec: JobSpec, prompt: PromptSpec, commit: str | None = None) 
         "engine": {
             "task": spec.task,
             "dtype": spec.model.dtype,
+            "quantization": spec.model.quantization,
             "max_model_len": spec.model.max_model_len,
             "revision": commit,
             "allow_pickle": spec.model.allow_pickle,

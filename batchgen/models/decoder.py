@@ -18,6 +18,7 @@ from transformers.activations import GELUTanh
 from batchgen_kernels.cpu.decoder import DecoderWeights, LayerWeights, NormWeights
 from batchgen_kernels.cpu.linear import PackedWeights, pack, pack_gated
 from batchgen_kernels.cpu.matmul import Epilogue
+from batchgen_kernels.cpu.quantised_weights import quantised
 
 _BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp"}
@@ -86,16 +87,20 @@ def _tensors(weights: DecoderWeights) -> Iterator[torch.Tensor]:
     for layer in weights.layers:
         yield from (norm.weight for norm in layer.norms)
         for product in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            yield product.panels
-            if product.bias is not None:
-                yield product.bias
+            yield from product.tensors()
 
 
-def read_decoder(body: Any) -> FusedDecoder | str:
-    """The weights of all layers, packed, or in what they differ from what is fused."""
+def read_decoder(body: Any, *, quantise: bool = False) -> FusedDecoder | str:
+    """The weights of all layers, packed, or in what they differ from what is fused.
+
+    Args:
+        body: of a model.
+        quantise: whether products become int8.
+    """
     try:
         _expect("the model", body, _BODY)
-        layers = [_read_layer(layer) for layer in body.layers]
+        read = _read_quantised if quantise else _read_layer
+        layers = [read(layer) for layer in body.layers]
         norm = _norm(body.norm)
         preparation, ropes = _read_preparation(body)
     except _OtherwiseBuilt as difference:
@@ -218,6 +223,18 @@ def _read_mlp(mlp: Any) -> tuple[PackedWeights, Any]:
     halves = [_linear(mlp.gate_proj), _linear(mlp.up_proj)]
     has_bias = any(linear.bias is not None for linear in halves)
     return _gated(halves[0].weight, halves[1].weight, has_bias, mlp.act_fn), mlp.down_proj
+
+
+def _read_quantised(layer: Any) -> LayerWeights:
+    """One layer at a time, so that all of them never lie in memory in float32."""
+    read = _read_layer(layer)
+    return replace(
+        read,
+        qkv=quantised(read.qkv),
+        output=quantised(read.output),
+        gate_up=quantised(read.gate_up),
+        down=quantised(read.down),
+    )
 
 
 def _linear(module: Any) -> Any:

@@ -17,8 +17,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from batchgen.models.decoder import FusedDecoder, read_decoder
+from batchgen.models.dtypes import precision
 from batchgen.models.forward_context import DecodingContext, current_context
 from batchgen_kernels.cpu.linear import Linear, pack
+from batchgen_kernels.cpu.quantised_weights import quantised
+
+_FEWEST = 64
+"""Features of a product that is worth int8, to and from: less takes no time, and may be a score or a gate."""
 
 
 class PackedLinear(torch.nn.Module):
@@ -26,17 +31,20 @@ class PackedLinear(torch.nn.Module):
 
     Args:
         original: whose results these are, but for rounding.
+        quantise: whether the weights become int8.
     """
 
-    def __init__(self, original: torch.nn.Module) -> None:
+    def __init__(self, original: torch.nn.Module, *, quantise: bool = False) -> None:
         super().__init__()
         weight: Any = original.weight
         weights = pack(weight.T if isinstance(original, Conv1D) else weight, original.bias)  # type: ignore[arg-type]
+        if quantise:
+            weights = quantised(weights)
         self.weights = weights
         self.original: torch.nn.Module | None = original
         self.suspended = False
-        self.register_buffer("panels", weights.panels, persistent=False)
-        self.register_buffer("bias", weights.bias, persistent=False)
+        for i, tensor in enumerate(weights.tensors()):
+            self.register_buffer(f"tensor_{i}", tensor, persistent=False)
         self._product = Linear(weights)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,12 +86,14 @@ class Substitutes:
     Args:
         model: in float32 on the processor; it is changed.
         body: the part of it whose layers attend.
+        quantise: whether products become int8.
     """
 
-    def __init__(self, model: PreTrainedModel, body: Any) -> None:
+    def __init__(self, model: PreTrainedModel, body: Any, *, quantise: bool = False) -> None:
         self._model = model
         self._body = body
-        found = read_decoder(body)
+        self._quantise = quantise
+        found = read_decoder(body, quantise=quantise)
         self.decoder = found if isinstance(found, FusedDecoder) else None
         self.reason = None if isinstance(found, FusedDecoder) else found
         """Why the layers are not one program."""
@@ -96,9 +106,11 @@ class Substitutes:
 
     def _pack_linears(self) -> None:
         for parent in self.remaining():
+            child: Any
             for name, child in list(parent.named_children()):
                 if type(child) in (torch.nn.Linear, Conv1D) and child.weight.dtype == torch.float32:
-                    packed = PackedLinear(child)
+                    quantise = self._quantise and min(child.weight.shape) >= _FEWEST
+                    packed = PackedLinear(child, quantise=quantise)
                     setattr(parent, name, packed)
                     self._linears.append(packed)
 
@@ -106,8 +118,16 @@ class Substitutes:
     def description(self) -> str:
         """How the layers are computed, for a person."""
         if self.decoder:
-            return "one program of our own products"
-        return f"transformers' own with {len(self._linears)} products of ours, as {self.reason}"
+            return f"one program of our own products{self._precision()}"
+        count = len(self._linears)
+        return f"transformers' own with {count} products of ours{self._precision()}, as {self.reason}"
+
+    def _precision(self) -> str:
+        modules = [m for m in self.remaining() if any(p.dim() > 1 for p in m.parameters(recurse=False))]
+        others = {"embeddings" if isinstance(m, torch.nn.Embedding) else type(m).__name__ for m in modules}
+        if not all(linear.weights.quantised for linear in self._linears):
+            others.add("products of few numbers")
+        return precision("int8" if self._quantise else None, others)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

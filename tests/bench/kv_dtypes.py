@@ -71,10 +71,22 @@ def run(engine: Engine, requests: list[Request]) -> Iterator[Output]:
         yield from engine.core.step()
 
 
-def measure(dtype: str, stored: str, texts: list[list[int]], chats: list[list[int]], tokens: int) -> Accuracy:
+def measure(
+    dtype: str,
+    stored: str,
+    texts: list[list[int]],
+    chats: list[list[int]],
+    tokens: int,
+    quantization: str | None = None,
+) -> Accuracy:
     """Perplexity and greedy output."""
     config = EngineConfig(
-        model=str(MODEL), dtype=dtype, kv_cache_dtype=stored, max_model_len=1536, deterministic=False
+        model=str(MODEL),
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=stored,
+        max_model_len=1536,
+        deterministic=False,
     )
     engine = build_engine(config)
     with closing(engine.core):

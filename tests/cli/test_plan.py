@@ -49,6 +49,7 @@ def test_what_would_fail_and_why(write_job: Write, capsys: Captured) -> None:
     assert plan["bits"] == {
         "device": "cpu",
         "dtype": "float32",
+        "quantization": None,
         "kv_cache_dtype": "float32",
         "deterministic": "auto",
         "promise": PROMISES[0].sentence,

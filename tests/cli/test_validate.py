@@ -292,6 +292,19 @@ def test_a_model_that_can_never_run(
     assert not Path("out").exists()
 
 
+def test_products_in_int8_are_for_float32(write_job: Write, capsys: Captured) -> None:
+    job = write_job("engine: {kv_cache_dtype: int8}\n")
+    assert main(["validate", job, "--json", "--set", "model.quantization=int8"]) == 0
+    settings = ("--set", "model.quantization=int8", "--set", "model.dtype=bf16")
+    assert main(["validate", job, *settings]) == 2
+    assert (
+        "model.quantization: int8 is for a model in float32, not in bfloat16; use model.dtype: auto or "
+        "float32, or leave model.quantization out"
+    ) in capsys.readouterr().err
+    assert main(["validate", job, "--set", "model.quantization=int4"]) == 2
+    assert "model.quantization" in capsys.readouterr().err
+
+
 def test_what_keys_and_values_cannot_be_stored_as(write_job: Write, capsys: Captured) -> None:
     job = write_job("engine: {kv_cache_dtype: fp32}\n")
     assert main(["validate", job, "--json"]) == 0

@@ -91,6 +91,9 @@ def engines_in_this_process(stage: Stage) -> None:
     wrong(kv_cache_memory=5000)
     wrong(attention="flash_attn")
     wrong(dtype="bfloat16", kv_cache_dtype="float16")
+    wrong(dtype="bfloat16", quantization="int8")
+    wrong(quantization="int4")
+    wrong(quantization="int8")
     wrong(deterministic=True)
     wrong(tokenizer="gone")
     with stage.patched((first_start, "model_is_invariant", lambda *arguments: False)):

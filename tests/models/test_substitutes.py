@@ -84,8 +84,8 @@ def test_a_program_that_computes_something_else_is_not_used(
     assert layers_line(right) == "layers: one program of our own products"
     wanted = [output.token_ids for output in run(right, PROMPTS, GREEDY)]
 
-    def twisted(body: Any) -> FusedDecoder:
-        found = read_decoder(body)
+    def twisted(body: Any, **options: Any) -> FusedDecoder:
+        found = read_decoder(body, **options)
         assert isinstance(found, FusedDecoder)
         return twist(found)
 

@@ -67,6 +67,7 @@ def test_the_same_job_has_the_same_digests(model: Path, job_file: Write) -> None
         ("prompt.chat_template={{ 1 }}", "  prompt.chat_template\n    - null\n    + '{{ 1 }}'"),
         ("prompt.chat_template_kwargs={a: 1}", "  prompt.chat_template_kwargs.a\n    - null\n    + 1"),
         ("model.dtype=bf16", "  model.dtype\n    - 'float32'\n    + 'bfloat16'"),
+        ("model.quantization=int8", "  model.quantization\n    - null\n    + 'int8'"),
         ("engine.kv_cache_dtype=int8", "  engine.kv_cache_dtype\n    - 'float32'\n    + 'int8'"),
         ("model.max_model_len=4096", "  model.max_model_len\n    - 2048\n    + 4096"),
         ("output.format=jsonl", "  output.format\n    - 'parquet'\n    + 'jsonl'"),
@@ -94,6 +95,7 @@ def test_what_changes_results_is_refused_with_a_diff(
     "change",
     [
         "model.dtype=float32",
+        "model.quantization=null",
         "engine.kv_cache_dtype=fp32",
         "model.max_model_len=2048",
         "input.limit=5",

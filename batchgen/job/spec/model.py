@@ -22,5 +22,6 @@ class ModelSpec(Section):
         BeforeValidator(dtype_name, json_schema_input_type=DtypeName),
         Rule("auto, float32, bfloat16 or float16"),
     ] = "auto"
+    quantization: Annotated[Literal["int8"] | None, Rule("null or int8")] = None
     max_model_len: Annotated[Count | None, Rule(f"null or {COUNT}")] = None
     generation_defaults: Annotated[Literal["model", "none"], Rule("model or none")] = "model"

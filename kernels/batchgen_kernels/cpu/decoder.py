@@ -7,6 +7,8 @@ For models whose layers compute
 
 where each norm may be missing: Llama, Mistral, Qwen, Phi 3 and many others have those before the products,
 OLMo 2 those behind them, Gemma 2 and 3 all. All activations of a step lie in buffers that are kept.
+Where products are quantised, what they multiply is made into records first: by norms beside their results,
+elsewhere by operations of their own.
 """
 
 from __future__ import annotations
@@ -23,15 +25,14 @@ import torch
 from batchgen_kernels.backend import KVCache
 from batchgen_kernels.cpu.backend import CpuBackend, point_to
 from batchgen_kernels.cpu.kernel import Attend, AttendArgument, Write, WriteArgument
-from batchgen_kernels.cpu.linear import PackedWeights, cut, describe
+from batchgen_kernels.cpu.linear import ROWS_PER_CHUNK, PackedWeights, cut, quantise
 from batchgen_kernels.cpu.matmul import ALIGNMENT, Matmul
 from batchgen_kernels.cpu.program import ARGUMENT, CHUNKS, CODE, FIELDS, Code, Program
+from batchgen_kernels.cpu.records import Quantise, record_bytes
 from batchgen_kernels.cpu.rows import Norm, Rotate
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.spec import AttentionSpec
 
-_ROWS_PER_CHUNK = 16
-"""Of norms and rotations."""
 _FLOAT = 4
 _OF_LAYER = [
     Attend.QUERY_HEAD_STRIDE,
@@ -97,7 +98,7 @@ class LayerWeights:
         """What all layers of a program have in common: which norms there are, and shapes of products."""
         norms = (self.attention_norm, self.output_norm, self.mlp_norm, self.down_norm)
         products = (self.qkv, self.output, self.gate_up, self.down)
-        return *(norm is None for norm in norms), *(tuple(p.panels.shape) for p in products)
+        return *(norm is None for norm in norms), *((p.in_features, p.out_features) for p in products)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,7 @@ class _Buffers:
     qkv: torch.Tensor
     attended: torch.Tensor
     gated: torch.Tensor
+    records: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -140,13 +142,21 @@ class _Operations:
     rotate: list[int] = field(default_factory=list)
     rotate_by_table: dict[int, list[int]] = field(default_factory=dict)
     attend: list[int] = field(default_factory=list)
+    quantise_hidden: list[int] = field(default_factory=list)
+    quantise_attended: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     output_norm: list[int] = field(default_factory=list)
     mlp_norm: list[int] = field(default_factory=list)
     gate_up: list[int] = field(default_factory=list)
+    quantise_gated: list[int] = field(default_factory=list)
     down: list[int] = field(default_factory=list)
     down_norm: list[int] = field(default_factory=list)
     last_norm: list[int] = field(default_factory=list)
+
+    @property
+    def quantisations(self) -> list[int]:
+        """All that are no part of a norm."""
+        return [*self.quantise_hidden, *self.quantise_attended, *self.quantise_gated]
 
     @property
     def norms(self) -> list[int]:
@@ -192,10 +202,11 @@ class DecoderProgram:
         self._layers = layers
         self._backend = backend
         self._numbers = _Operations()
+        self._quantised = weights.layers[0].qkv.quantised
         self._fields = np.zeros((len(layers) * _operations(weights.layers[0]) + 1, FIELDS), dtype=np.int64)
         self._attend = np.zeros((len(layers), len(Attend)), dtype=np.int64)
         self._write = np.zeros((len(layers), len(Write)), dtype=np.int64)
-        self._program = Program(self._fields, layers[0].cache.dtype)
+        self._program = Program(self._fields, layers[0].cache.dtype, quantised=self._quantised)
         self._epsilons = np.zeros(len(self._fields) + len(layers), dtype=np.float64)
         self._of_layer = np.zeros((len(layers), len(_OF_LAYER)), dtype=np.int64)
         self._kinds: dict[tuple[AttentionSpec, int], list[int]] = {}
@@ -207,7 +218,8 @@ class DecoderProgram:
     def buffer_bytes(self) -> int:
         """Memory that is kept for the activations of a step."""
         kept = self._buffers
-        return sum(t.nbytes for t in (kept.hidden, kept.normed, kept.qkv, kept.attended, kept.gated))
+        tensors = (kept.hidden, kept.normed, kept.qkv, kept.attended, kept.gated, kept.records)
+        return sum(t.nbytes for t in tensors)
 
     def run(
         self,
@@ -255,6 +267,8 @@ class DecoderProgram:
             "down": at.down,
             "norm": at.norms,
         }
+        if self._quantised:
+            kinds["quantisation"] = at.quantisations
         return OperationTimes(kinds, self._program.watch())
 
     def _describe(self) -> None:
@@ -262,17 +276,27 @@ class DecoderProgram:
         at, count = self._numbers, itertools.count()
         for i, (layer, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
             self._describe_norm(at.attention_norm, count, weights.attention_norm)
+            if weights.attention_norm is None:
+                self._describe_quantisation(at.quantise_hidden, count)
             self._describe_product(at.qkv, next(count), weights.qkv)
             self._describe_rotation(next(count), i, layer, weights)
             self._describe_attention(next(count), i, layer)
+            self._describe_quantisation(at.quantise_attended, count)
             self._describe_product(at.output, next(count), weights.output)
             self._describe_norm(at.output_norm, count, weights.output_norm)
             self._describe_norm(at.mlp_norm, count, weights.mlp_norm)
+            if weights.mlp_norm is None:
+                self._describe_quantisation(at.quantise_hidden, count)
             self._describe_product(at.gate_up, next(count), weights.gate_up)
+            self._describe_quantisation(at.quantise_gated, count)
             self._describe_product(at.down, next(count), weights.down)
             self._describe_norm(at.down_norm, count, weights.down_norm)
         self._describe_norm(at.last_norm, count, self._weights.norm)
         self._fields[at.output_norm + at.down_norm, Norm.ADDS] = 1
+
+    def _describe_quantisation(self, numbers: list[int], count: Iterator[int]) -> None:
+        if self._quantised:
+            numbers.append(next(count))
 
     def _describe_norm(self, numbers: list[int], count: Iterator[int], norm: NormWeights | None) -> None:
         if norm is None:
@@ -284,7 +308,7 @@ class DecoderProgram:
         operation[Norm.WEIGHT] = norm.weight.data_ptr()
         operation[Norm.WIDTH] = len(norm.weight)
         operation[Norm.EPSILON] = self._epsilon(number, norm.epsilon)
-        operation[Norm.ROWS_PER_CHUNK] = _ROWS_PER_CHUNK
+        operation[Norm.ROWS_PER_CHUNK] = ROWS_PER_CHUNK
 
     def _epsilon(self, place: int, value: float) -> int:
         self._epsilons[place] = value
@@ -292,7 +316,7 @@ class DecoderProgram:
 
     def _describe_product(self, numbers: list[int], number: int, weights: PackedWeights) -> None:
         numbers.append(number)
-        describe(self._fields[number], weights)
+        weights.describe(self._fields[number])
 
     def _describe_rotation(self, number: int, i: int, layer: DecoderLayer, weights: LayerWeights) -> None:
         self._numbers.rotate.append(number)
@@ -308,7 +332,7 @@ class DecoderProgram:
             operation[Rotate.EPSILON] = self._epsilon(len(self._fields) + i, weights.query_norm.epsilon)
             operation[Rotate.WHOLE_NORMS] = len(weights.query_norm.weight) != spec.head_size
         operation[Rotate.WRITE] = self._write[i].ctypes.data
-        operation[Rotate.ROWS_PER_CHUNK] = _ROWS_PER_CHUNK
+        operation[Rotate.ROWS_PER_CHUNK] = ROWS_PER_CHUNK
         argument = WriteArgument(
             block_size=layer.cache.block_size,
             num_kv_heads=spec.num_kv_heads,
@@ -345,6 +369,7 @@ class DecoderProgram:
             torch.zeros(rows, layer.qkv.out_stride),
             torch.zeros(rows, attention.num_heads * attention.v_head_size),
             torch.zeros(rows, layer.gate_up.out_stride),
+            torch.zeros(rows, self._record_bytes(), dtype=torch.uint8),
         )
         fields, at = self._fields, self._numbers
         # What is normed before it is added lies where the norm before its product has put what that read.
@@ -360,13 +385,36 @@ class DecoderProgram:
             (at.gate_up, buffers.normed if at.mlp_norm else buffers.hidden, buffers.gated),
             (at.down, buffers.gated, buffers.normed if at.down_norm else buffers.hidden),
         ):
-            fields[products, Matmul.X], fields[products, Matmul.X_STRIDE] = _place(source)
+            fields[products, Matmul.X], fields[products, Matmul.X_STRIDE] = _place(
+                buffers.records if self._quantised else source
+            )
             fields[products, Matmul.OUT], fields[products, Matmul.OUT_STRIDE] = _place(target)
         fields[at.rotate, Rotate.X], fields[at.rotate, Rotate.X_STRIDE] = _place(buffers.qkv)
         keys = buffers.qkv.data_ptr() + _FLOAT * attention.num_heads * attention.head_size
         self._write[:, Write.KEY_IN] = keys
         self._write[:, Write.VALUE_IN] = keys + _FLOAT * attention.num_kv_heads * attention.head_size
+        if self._quantised:
+            self._place_records(buffers)
         return buffers
+
+    def _record_bytes(self) -> int:
+        """Of the widest records of a layer's products, if they take any."""
+        layer = self._weights.layers[0]
+        widest = max(w.in_features for w in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        return record_bytes(widest) if self._quantised else 0
+
+    def _place_records(self, buffers: _Buffers) -> None:
+        fields, at, layer = self._fields, self._numbers, self._weights.layers[0]
+        for norms in (at.attention_norm, at.mlp_norm):
+            fields[norms, Norm.RECORDS], fields[norms, Norm.RECORD_STRIDE] = _place(buffers.records)
+        for numbers, source, weights in (
+            (at.quantise_hidden, buffers.hidden, layer.qkv),
+            (at.quantise_attended, buffers.attended, layer.output),
+            (at.quantise_gated, buffers.gated, layer.down),
+        ):
+            rows = source[:, : weights.in_features]
+            for number in numbers:
+                quantise(fields[number], rows, buffers.records)
 
     def _share_out(self, rows: int, threads: int) -> None:
         """Cut every operation but attention into chunks."""
@@ -383,9 +431,11 @@ class DecoderProgram:
             fields[products, Matmul.NUM_ROWS], fields[products, CHUNKS] = rows, chunks
             fields[products, Matmul.PANELS_PER_CHUNK] = panels
             fields[products, Matmul.ROWS_PER_CHUNK] = per_chunk
-        chunks = -(-rows // _ROWS_PER_CHUNK)
+        chunks = -(-rows // ROWS_PER_CHUNK)
         fields[at.norms, Norm.NUM_ROWS], fields[at.norms, CHUNKS] = rows, chunks
         fields[at.rotate, Rotate.NUM_ROWS], fields[at.rotate, CHUNKS] = rows, chunks
+        quantisations = at.quantisations
+        fields[quantisations, Quantise.NUM_ROWS], fields[quantisations, CHUNKS] = rows, chunks
         self._write[:, Write.NUM_ROWS] = rows
         self._cut = rows, threads
 
@@ -407,8 +457,9 @@ class DecoderProgram:
 def _operations(layer: LayerWeights) -> int:
     """Of a layer."""
     norms = (layer.attention_norm, layer.output_norm, layer.mlp_norm, layer.down_norm)
+    quantisations = 2 + sum(norm is None for norm in (layer.attention_norm, layer.mlp_norm))
     # Four products, the rotation and attention.
-    return 6 + sum(norm is not None for norm in norms)
+    return 6 + sum(norm is not None for norm in norms) + quantisations * layer.qkv.quantised
 
 
 def _numbers(argument: ctypes.Structure) -> npt.NDArray[np.int64]:
@@ -416,5 +467,5 @@ def _numbers(argument: ctypes.Structure) -> npt.NDArray[np.int64]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address, and floats between rows."""
+    """Address, and numbers between rows."""
     return tensor.data_ptr(), tensor.stride(0)

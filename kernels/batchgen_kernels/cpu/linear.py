@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from batchgen_kernels.cpu.matmul import ALIGNMENT, PANEL, ROWS, Epilogue, Matmul
 from batchgen_kernels.cpu.program import CHUNKS, CODE, FIELDS, Code, Program
+from batchgen_kernels.cpu.records import Quantise, record_bytes
 
+ROWS_PER_CHUNK = 16
+"""Of what is done to each row by itself."""
 _CHUNKS_PER_THREAD = 8
 """Enough that threads end together though some are interrupted."""
 _LEAST_WORK = 1 << 15
@@ -37,6 +41,25 @@ class PackedWeights:
     def in_features(self) -> int:
         """Of the input."""
         return int(self.panels.shape[1])
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the product takes records instead of rows (see `records.py`)."""
+        return False
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is kept."""
+        return [self.panels, *([] if self.bias is None else [self.bias])]
+
+    def describe(self, operation: npt.NDArray[np.int64]) -> None:
+        """Fill in what does not change between calls."""
+        operation[CODE] = Code.MATMUL
+        operation[Matmul.WEIGHTS] = self.panels.data_ptr()
+        operation[Matmul.BIAS] = 0 if self.bias is None else self.bias.data_ptr()
+        operation[Matmul.FEATURES] = self.in_features
+        operation[Matmul.PANELS] = len(self.panels)
+        operation[Matmul.OUT_STRIDE] = self.out_stride
+        operation[Matmul.EPILOGUE] = self.epilogue
 
     @property
     def out_stride(self) -> int:
@@ -71,17 +94,6 @@ def _panels(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(-1, PANEL, weight.shape[1]).transpose(1, 2).contiguous()
 
 
-def describe(operation: np.ndarray, weights: PackedWeights) -> None:
-    """Fill in what does not change between calls."""
-    operation[CODE] = Code.MATMUL
-    operation[Matmul.WEIGHTS] = weights.panels.data_ptr()
-    operation[Matmul.BIAS] = 0 if weights.bias is None else weights.bias.data_ptr()
-    operation[Matmul.FEATURES] = weights.in_features
-    operation[Matmul.PANELS] = len(weights.panels)
-    operation[Matmul.OUT_STRIDE] = weights.out_stride
-    operation[Matmul.EPILOGUE] = weights.epilogue
-
-
 def cut(weights: PackedWeights, rows: int, threads: int) -> tuple[int, int, int]:
     """How a product of so many rows is shared out: panels and rows of a chunk, and the number of chunks."""
     panels = len(weights.panels)
@@ -100,9 +112,9 @@ class Linear:
 
     def __init__(self, weights: PackedWeights) -> None:
         self.weights = weights
-        self._operation = np.zeros((1, FIELDS), dtype=np.int64)
-        self._program = Program(self._operation)
-        describe(self._operation[0], weights)
+        self._operations = np.zeros((2 if weights.quantised else 1, FIELDS), dtype=np.int64)
+        self._program = Program(self._operations, quantised=weights.quantised)
+        weights.describe(self._operations[-1])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply.
@@ -121,13 +133,27 @@ class Linear:
             rows = rows.contiguous()
         out = torch.empty(len(rows), weights.out_stride)
         threads = torch.get_num_threads()
-        operation = self._operation[0]
+        product = self._operations[-1]
         panels, per_chunk, chunks = cut(weights, max(1, len(rows)), threads)
-        operation[CHUNKS] = chunks
-        operation[Matmul.PANELS_PER_CHUNK] = panels
-        operation[Matmul.ROWS_PER_CHUNK] = per_chunk
-        operation[Matmul.X], operation[Matmul.X_STRIDE] = rows.data_ptr(), rows.stride(0)
-        operation[Matmul.OUT] = out.data_ptr()
-        operation[Matmul.NUM_ROWS] = len(rows)
+        product[CHUNKS] = chunks
+        product[Matmul.PANELS_PER_CHUNK] = panels
+        product[Matmul.ROWS_PER_CHUNK] = per_chunk
+        product[Matmul.X], product[Matmul.X_STRIDE] = rows.data_ptr(), rows.stride(0)
+        product[Matmul.OUT] = out.data_ptr()
+        product[Matmul.NUM_ROWS] = len(rows)
+        if weights.quantised:
+            records = torch.empty(len(rows), record_bytes(weights.in_features), dtype=torch.uint8)
+            quantise(self._operations[0], rows, records)
+            product[Matmul.X], product[Matmul.X_STRIDE] = records.data_ptr(), records.stride(0)
         self._program.run(threads if chunks > 1 else 1)
         return out[:, : weights.out_features].view(*x.shape[:-1], weights.out_features)
+
+
+def quantise(operation: npt.NDArray[np.int64], rows: torch.Tensor, records: torch.Tensor) -> None:
+    """Describe an operation that makes records of all of `(R, width)` float32 rows."""
+    operation[CODE] = Code.QUANTISE
+    operation[Quantise.X], operation[Quantise.X_STRIDE] = rows.data_ptr(), rows.stride(0)
+    operation[Quantise.OUT], operation[Quantise.OUT_STRIDE] = records.data_ptr(), records.stride(0)
+    operation[Quantise.NUM_ROWS], operation[Quantise.WIDTH] = rows.shape
+    operation[Quantise.ROWS_PER_CHUNK] = ROWS_PER_CHUNK
+    operation[CHUNKS] = -(-len(rows) // ROWS_PER_CHUNK)

@@ -59,7 +59,8 @@ class Epilogue(enum.IntEnum):
 class Matmul(enum.IntEnum):
     """Where the fields of a product are: addresses, counts, and strides in floats.
 
-    X `[rows, features]`, WEIGHTS as packed, BIAS `[panels * PANEL]` or 0, OUT `[rows, ...]`.
+    X `[rows, features]`, WEIGHTS as packed, BIAS `[panels * PANEL]` or 0, OUT `[rows, ...]`. Of
+    quantised weights, too: SCALES `[panels, groups, PANEL]`.
     """
 
     X = 4
@@ -74,6 +75,7 @@ class Matmul(enum.IntEnum):
     EPILOGUE = 13
     PANELS_PER_CHUNK = 14
     ROWS_PER_CHUNK = 15
+    SCALES = 16
 
 
 @intrinsic
@@ -110,7 +112,7 @@ def _multiply(
 
 
 @intrinsic
-def _tile(typingctx: Any) -> Any:
+def sums_tile(typingctx: Any) -> Any:
     """Address of a block of sums on the stack, `[ROWS, PANEL]`, valid until the calling function returns."""
 
     def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Sequence[ir.Value]) -> ir.Value:
@@ -172,14 +174,14 @@ _ROWS, _PANEL, _HALF = ROWS, PANEL, PANEL // 2
 
 
 @njit(error_model="numpy")
-def _add_bias(a: Any, rows: Any, panel: Any, sums: Any, stride: Any) -> None:
+def add_bias(a: Any, rows: Any, panel: Any, sums: Any, stride: Any) -> None:
     if a[Matmul.BIAS] != 0:
         for r in range(rows):
             _add(sums + 4 * r * stride, a[Matmul.BIAS] + 4 * panel * _PANEL)
 
 
 @njit(error_model="numpy")
-def _combine(a: Any, row: Any, rows: Any, panel: Any, tile: Any) -> None:
+def combine(a: Any, row: Any, rows: Any, panel: Any, tile: Any) -> None:
     """Every epilogue but STORE, for a block of sums."""
     epilogue, stride = a[Matmul.EPILOGUE], a[Matmul.OUT_STRIDE]
     for r in range(rows):
@@ -203,7 +205,7 @@ def matmul_chunk(a: Any, chunk: Any) -> None:
     end_row = min(first_row + a[Matmul.ROWS_PER_CHUNK], a[Matmul.NUM_ROWS])
     features, x_stride, out_stride = a[Matmul.FEATURES], a[Matmul.X_STRIDE], a[Matmul.OUT_STRIDE]
     blocks = (end_row - first_row + _ROWS - 1) // _ROWS
-    tile = _tile()
+    tile = sums_tile()
     for panel in range(first_panel, end_panel):
         weights = a[Matmul.WEIGHTS] + 4 * panel * _PANEL * features
         row = first_row
@@ -214,9 +216,9 @@ def matmul_chunk(a: Any, chunk: Any) -> None:
             out = a[Matmul.OUT] + 4 * (row * out_stride + panel * _PANEL)
             if a[Matmul.EPILOGUE] == _STORE:
                 _multiply(x, x_stride, weights, features, out, out_stride, rows)
-                _add_bias(a, rows, panel, out, out_stride)
+                add_bias(a, rows, panel, out, out_stride)
             else:
                 _multiply(x, x_stride, weights, features, tile, _PANEL, rows)
-                _add_bias(a, rows, panel, tile, _PANEL)
-                _combine(a, row, rows, panel, tile)
+                add_bias(a, rows, panel, tile, _PANEL)
+                combine(a, row, rows, panel, tile)
             row += rows

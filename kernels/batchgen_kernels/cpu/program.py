@@ -24,18 +24,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from numba import carray, cfunc, float32, int8, int64, njit, types
+from numba.extending import overload
 
 from batchgen_kernels.cpu.cache import numba_cache
 from batchgen_kernels.cpu.intrinsics import as_pointer, fetch_add, monotonic_ns, wait_until
 from batchgen_kernels.cpu.kernel import STORAGE, Attend, Write, attend_chunk, write_chunk
 from batchgen_kernels.cpu.matmul import matmul_chunk
+from batchgen_kernels.cpu.quantised import quantised_matmul_chunk
+from batchgen_kernels.cpu.records import quantise_chunk
 from batchgen_kernels.cpu.rows import norm_chunk, rotate_chunk
 from batchgen_kernels.cpu.threads import run_on_caller, team
 
 FIELDS = 20
 """int64 numbers in an operation; a row of a program."""
 CODE, CLAIMED, DONE, CHUNKS = range(4)
-"""Every operation begins with these; the others are in `Matmul`, `Norm` and `Rotate`."""
+"""Every operation begins with these; the others are in `Matmul`, `Norm`, `Rotate` and `Quantise`."""
 ARGUMENT = 4
 """The address of an `AttendArgument` or `WriteArgument`."""
 
@@ -48,6 +51,8 @@ class Code(enum.IntEnum):
     ROTATE = 2
     ATTEND = 3
     WRITE = 4
+    QUANTISE = 5
+    QUANTISED_MATMUL = 6
 
 
 class _Header(ctypes.Structure):
@@ -55,11 +60,32 @@ class _Header(ctypes.Structure):
 
 
 _ATTEND_FIELDS, _WRITE_FIELDS = len(Attend), len(Write)
-_MATMUL, _NORM, _ROTATE, _ATTEND, _WRITE = (code.value for code in Code)
+_NORM, _ROTATE, _ATTEND = Code.NORM.value, Code.ROTATE.value, Code.ATTEND.value
+_WRITE, _QUANTISE = Code.WRITE.value, Code.QUANTISE.value
+
+
+def _product_chunk(a: Any, chunk: Any, products: Any) -> None:
+    """A chunk of a product, or of making records for one."""
+
+
+@overload(_product_chunk, jit_options={"error_model": "numpy"})
+def _product_chunk_of(a: Any, chunk: Any, products: Any) -> Any:
+    return _quantised_product_chunk if products.dtype is int8 else _float_product_chunk
+
+
+def _float_product_chunk(a: Any, chunk: Any, products: Any) -> None:
+    matmul_chunk(a, chunk)
+
+
+def _quantised_product_chunk(a: Any, chunk: Any, products: Any) -> None:
+    if a[CODE] == _QUANTISE:
+        quantise_chunk(a, chunk)
+    else:
+        quantised_matmul_chunk(a, chunk)
 
 
 @njit(error_model="numpy")
-def _chunk(a: Any, chunk: Any, slot: Any, source_type: Any, storage: Any) -> None:
+def _chunk(a: Any, chunk: Any, slot: Any, source_type: Any, storage: Any, products: Any) -> None:
     code = a[CODE]
     if code == _ATTEND:
         attend = carray(as_pointer(a[ARGUMENT]), _ATTEND_FIELDS, int64)
@@ -67,16 +93,16 @@ def _chunk(a: Any, chunk: Any, slot: Any, source_type: Any, storage: Any) -> Non
         attend_chunk(attend, chunk, own, storage)
     elif code == _WRITE:
         write_chunk(carray(as_pointer(a[ARGUMENT]), _WRITE_FIELDS, int64), chunk, source_type, storage)
-    elif code == _MATMUL:
-        matmul_chunk(a, chunk)
     elif code == _NORM:
         norm_chunk(a, chunk)
     elif code == _ROTATE:
         rotate_chunk(a, chunk, storage, source_type)
+    else:
+        _product_chunk(a, chunk, products)
 
 
 @njit(error_model="numpy")
-def _run(header: Any, source_type: Any, storage: Any) -> None:
+def _run(header: Any, source_type: Any, storage: Any, products: Any) -> None:
     slot = fetch_add(header.ctypes.data, 1)
     for i in range(header[1]):
         address = header[2] + 8 * FIELDS * i
@@ -86,7 +112,7 @@ def _run(header: Any, source_type: Any, storage: Any) -> None:
             chunk = fetch_add(address + 8 * CLAIMED, 1)
             if chunk >= a[CHUNKS]:
                 break
-            _chunk(a, chunk, slot, source_type, storage)
+            _chunk(a, chunk, slot, source_type, storage, products)
             done += 1
         before = fetch_add(address + 8 * DONE, done)
         if header[3] != 0 and done > 0 and before + done == a[CHUNKS]:
@@ -95,18 +121,20 @@ def _run(header: Any, source_type: Any, storage: Any) -> None:
 
 
 @cache
-def compiled(kv_dtype: torch.dtype) -> Any:
+def compiled(kv_dtype: torch.dtype, *, quantised: bool = False) -> Any:
     """A `void (*)(void *)`, whose `address` every thread of a team is to call.
 
-    Keys and values are stored as `kv_dtype`, and given to `WRITE` so, too, but as float32 for int8.
+    Keys and values are stored as `kv_dtype`, and given to `WRITE` so, too, but as float32 for int8. Products
+    are all quantised, or none is.
     """
     storage = STORAGE[kv_dtype]
+    products = int8 if quantised else float32
     source_type = float32 if storage is int8 else storage
     with numba_cache() as cached:
 
         @cfunc(types.void(types.voidptr), cache=cached)
         def run(address: Any) -> None:
-            _run(carray(address, 4, int64), source_type, storage)
+            _run(carray(address, 4, int64), source_type, storage, products)
 
     return run
 
@@ -117,11 +145,18 @@ class Program:
     Args:
         operations: `[count, FIELDS]` int64; the caller changes fields between runs.
         kv_dtype: what keys and values are stored as, where operations use a cache.
+        quantised: whether products are.
     """
 
-    def __init__(self, operations: npt.NDArray[np.int64], kv_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        operations: npt.NDArray[np.int64],
+        kv_dtype: torch.dtype = torch.float32,
+        *,
+        quantised: bool = False,
+    ) -> None:
         self._operations = operations
-        self._function = compiled(kv_dtype).address
+        self._function = compiled(kv_dtype, quantised=quantised).address
         self._watched: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
 
     @classmethod

@@ -17,6 +17,7 @@ from numba.extending import intrinsic, overload
 from batchgen_kernels.cpu.halves import narrow
 from batchgen_kernels.cpu.intrinsics import as_pointer
 from batchgen_kernels.cpu.kernel import Write, write_row
+from batchgen_kernels.cpu.records import quantise_row
 from batchgen_kernels.cpu.vectors import Vectors, index
 
 LANES = 16
@@ -27,7 +28,8 @@ _WRITE_FIELDS = len(Write)
 class Norm(enum.IntEnum):
     """Where the fields of a norm are: x / sqrt(mean(x**2) + EPSILON) * WEIGHT, https://arxiv.org/abs/1910.07467.
 
-    EPSILON is the address of a float64. Where ADDS is not 0 the result is added to what is in OUT.
+    EPSILON is the address of a float64. Where ADDS is not 0 the result is added to what is in OUT. Each row
+    becomes a record in RECORDS, too (see `records.py`), so many bytes apart, where that is not 0.
     """
 
     X = 4
@@ -39,6 +41,8 @@ class Norm(enum.IntEnum):
     WIDTH = 10
     EPSILON = 11
     ROWS_PER_CHUNK = 12
+    RECORDS = 13
+    RECORD_STRIDE = 14
     ADDS = 15
 
 
@@ -134,6 +138,8 @@ def norm_chunk(a: Any, chunk: Any) -> None:
         x = a[Norm.X] + 4 * row * a[Norm.X_STRIDE]
         out = a[Norm.OUT] + 4 * row * a[Norm.OUT_STRIDE]
         _normalise(x, a[Norm.WEIGHT], out, a[Norm.WIDTH], a[Norm.EPSILON], a[Norm.ADDS])
+        if a[Norm.RECORDS] != 0:
+            quantise_row(out, a[Norm.WIDTH], a[Norm.RECORDS] + row * a[Norm.RECORD_STRIDE])
 
 
 @njit(error_model="numpy")

@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 
-def _has(feature: str) -> bool:
+def has_feature(feature: str) -> bool:
     """Whether this processor, or the one that Numba was told to compile for, has something."""
     config: Any = numba.config
     if config.CPU_NAME or config.CPU_FEATURES:
@@ -28,8 +28,8 @@ def _has(feature: str) -> bool:
     return bool(llvm.get_host_cpu_features().get(feature, False))
 
 
-HAS_512 = _has("avx512f")
-HAS_F16C = _has("f16c")
+HAS_512 = has_feature("avx512f")
+HAS_F16C = has_feature("f16c")
 """Instructions that make float32 of float16."""
 F32 = ir.FloatType()
 I32 = ir.IntType(32)
