@@ -1,4 +1,4 @@
-"""Tokens and bits do not depend on the schedule: five kinds of models under random schedules.
+"""Tokens and bits do not depend on the schedule: seven kinds of models under random schedules.
 
 `BATCHGEN_SCHEDULES` sets how many schedules are tried in all (20 in the usual suite, 500 in
 `make invariance`).
@@ -19,8 +19,8 @@ from parity import POOL, open_engine
 from batchgen.engine.build import Engine
 from batchgen.types import Request, SamplingParams
 
-KINDS = ("llama", "gemma2", "mixtral", "minicpm3", "granite_swa")
-"""Plain, windows and full layers, experts, latent attention, sinks."""
+KINDS = ("llama", "gemma2", "mixtral", "minicpm3", "granite_swa", "llama in int8", "mixtral in int8")
+"""Plain, windows and full layers, experts, latent attention, sinks; in int8 as one program and not."""
 SCHEDULES = int(os.environ.get("BATCHGEN_SCHEDULES", "20"))
 ROWS = 10
 MAX_TOKENS = 18
@@ -53,9 +53,10 @@ def run_rows(engine: Engine, rows: list[int]) -> dict[int, list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_do_not_depend_on_the_schedule(kind: str, tmp_path: Path) -> None:
-    family: Family = next(family for family in FAMILIES if family.name == kind)
+    name, _, quantization = kind.partition(" in ")
+    family: Family = next(family for family in FAMILIES if family.name == name)
     rng = random.Random(f"{os.environ.get('BATCHGEN_SEED', '0')}:{kind}")
-    loaded = open_engine(family, tmp_path)
+    loaded = open_engine(family, tmp_path, quantization=quantization or None)
     assert loaded.facts["batch_invariant"]
     alone = reschedule(loaded, POOL, max_num_seqs=1, max_num_batched_tokens=512, prefix_caching=False)
     truth = record_logits(alone)

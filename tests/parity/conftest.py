@@ -18,6 +18,19 @@ def real_engine() -> Iterator[Engine]:
     engine.core.close()
 
 
+@pytest.fixture(params=[None, "int8"], ids=["float32", "int8"])
+def any_products(request: pytest.FixtureRequest, loaded: Engine) -> Iterator[Engine]:
+    """The engine in float32, and one with products in int8."""
+    if request.param is None:
+        yield loaded
+        return
+    engine = make_engine(
+        MODEL, max_model_len=640, max_num_seqs=64, kv_cache_memory=400_000_000, quantization=request.param
+    )
+    yield engine
+    engine.core.close()
+
+
 @pytest.fixture
 def loaded(real_engine: Engine) -> Iterator[Engine]:
     """The engine, without what an earlier test recorded of it."""
