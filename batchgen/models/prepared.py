@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
 from batchgen.models.forward_context import DecodingContext, current_context
 from batchgen.models.layer_attention import LayerAttention
@@ -20,6 +20,15 @@ from batchgen.models.object_tree import take_apart
 from batchgen.types import Task
 from batchgen_kernels.cpu.decoder import DecoderWeights
 from batchgen_kernels.cpu.linear import Linear, PackedWeights
+
+
+def take_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`(R, W)` of `(N, W)`, by `(R,)` int64 numbers.
+
+    torch wakes its other threads for it, which costs more than it saves, and far more where they must wait
+    for a processor.
+    """
+    return torch.from_numpy(np.take(table.numpy(), rows.numpy(), axis=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +45,9 @@ class Rotation:
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines `(T, head_size)` of `(T,)` positions."""
-        half = positions.float().unsqueeze(1) * self.frequencies
-        angles = torch.cat((half, half), dim=-1)
-        return angles.cos() * self.scaling, angles.sin() * self.scaling
+        angles = positions.float().unsqueeze(1) * self.frequencies
+        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +123,9 @@ class PreparedParts:
         context, weights = current_context(), self._weights
         assert weights is not None
         assert isinstance(context, DecodingContext)
-        embedded = F.embedding(input_ids[0], weights.embedding)
+        embedded = take_rows(weights.embedding, input_ids[0])
         self._latest = context.decode(embedded, [weights.rotation(position_ids[0])])
-        return torch.empty(0, 0) if self._product is None else self.head(self._latest[logits_rows])
+        return torch.empty(0, 0) if self._product is None else self.head(take_rows(self._latest, logits_rows))
 
     @property
     def hidden(self) -> torch.Tensor:

@@ -36,11 +36,12 @@ class SamplingRow:
 
 
 def finite_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Which rows of `(R, V)` logits are free of NaN and infinity, `(R,)` bool."""
+    """Which rows of `(R, V)` float32 logits are free of NaN and infinity, `(R,)` bool."""
     if not logits.numel():
         return torch.ones(len(logits), dtype=torch.bool)
     # Least and greatest are found many times faster than every number is looked at, and NaN is both.
-    return torch.isfinite(logits.amax(dim=-1)) & torch.isfinite(logits.amin(dim=-1))
+    values = logits.numpy()
+    return torch.from_numpy(np.isfinite(values.max(axis=-1)) & np.isfinite(values.min(axis=-1)))
 
 
 @torch.inference_mode()
@@ -54,7 +55,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int | RowE
     Returns:
         R token ids, or why a row has none.
     """
-    tokens: list[int | RowError] = torch.argmax(logits, dim=-1).tolist()
+    tokens: list[int | RowError] = logits.numpy().argmax(axis=-1).tolist() if logits.numel() else []
     for i, row in enumerate(rows):
         if row.operations or not row.sampling.greedy:
             tokens[i] = _choose(logits[i], row)

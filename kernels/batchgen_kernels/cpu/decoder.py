@@ -241,7 +241,8 @@ class DecoderProgram:
         rows, threads = len(hidden), torch.get_num_threads()
         if rows > self._buffers.rows:
             self._buffers = self._allocate(rows)
-        self._buffers.hidden[:rows, : self._weights.hidden_size] = hidden
+        # torch would wake other threads for this, which costs more than it saves.
+        np.copyto(self._buffers.hidden.numpy()[:rows, : self._weights.hidden_size], hidden.numpy())
         out = torch.empty(rows, self._buffers.normed.shape[1])
         self._share_out(rows, threads)
         self._attend_to(metadata)
