@@ -22,6 +22,7 @@ from typing import Any
 from batchgen.bench.accuracy import agreement, perplexity
 from batchgen.bench.workloads import REFERENCE_SHAPE, Workload, warmup_rows, windows, write_rows
 from batchgen.dist.handle import worker_environment
+from batchgen.grammar import counted
 from batchgen.types import BatchgenError, EngineError
 
 FORMAT = 1
@@ -250,7 +251,7 @@ def _check(outputs: Sequence[Sequence[int]], workload: Workload) -> None:
             (i for i, (o, n) in enumerate(zip(outputs, wanted, strict=False)) if len(o) != n), len(outputs)
         )
         got = len(outputs[number]) if number < len(outputs) else 0
-        raise RunFailed(f"row {number} has {got} tokens of {wanted[number]} that were asked for")
+        raise RunFailed(f"row {number} has {counted(got, 'token')} of {wanted[number]} that were asked for")
 
 
 def _agreement(

@@ -33,6 +33,7 @@ from batchgen.cache import cache_dir, keep, key_of, recall
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.step_memory import StepMemory
 from batchgen.file_hash import hash_files
+from batchgen.grammar import counted
 from batchgen.models.object_tree import NotStorableError, put_together, take_apart
 from batchgen.models.source import ModelSource
 from batchgen.models.tensor_file import DamagedFileError, open_tensors, write_tensors
@@ -218,7 +219,7 @@ def _make_room(file: Path, size: int) -> None:
             other.with_suffix(".lock").unlink(missing_ok=True)
             taken -= bytes_
     if size > most:
-        raise OSError(f"it takes {size:,} bytes, which is too much of the disk of {file.parent}")
+        raise OSError(f"it takes {counted(size, 'byte')}, which is too much of the disk of {file.parent}")
 
 
 @contextmanager

@@ -64,11 +64,15 @@ class FusedBody:
         self.decoder = decoder
         self.suspended = False
 
-    def __call__(self, input_ids: Any = None, position_ids: Any = None, **options: Any) -> Any:
+    def __call__(
+        self, input_ids: Any = None, position_ids: Any = None, inputs_embeds: Any = None, **options: Any
+    ) -> Any:
         if self.suspended or not isinstance(context := current_context(), DecodingContext):
-            return self._original(input_ids=input_ids, position_ids=position_ids, **options)
+            given = {"input_ids": input_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
+            return self._original(**given, **options)
         preparation = self.decoder.preparation
-        embedded = self._body.embed_tokens(input_ids)
+        # The text part of a model for more than text is given what its whole has embedded.
+        embedded = self._body.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if preparation.multiplier != 1:
             embedded = embedded * preparation.multiplier
         tables = preparation.tables(self._body.rotary_emb, embedded, position_ids)

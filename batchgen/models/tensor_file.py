@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from batchgen.cache import keep, key_of, recall
+from batchgen.grammar import counted
 
 MAGIC = b"batchgen tensors"
 ALIGNMENT = 64
@@ -112,7 +113,7 @@ def open_tensors(path: Path) -> Stored:
         header, begin = _read_header(handle)
         size = os.fstat(handle).st_size
         if size != begin + header["size"]:
-            raise DamagedFileError(f"it has {size:,} bytes instead of {begin + header['size']:,}")
+            raise DamagedFileError(f"it has {counted(size, 'byte')} instead of {begin + header['size']:,}")
         # Private and never written, so that the pages are the file's own, which every process shares.
         content = mmap.mmap(handle, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         if recall(_CHECKED, _identity(handle, header["sha256"])) is None:

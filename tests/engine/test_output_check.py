@@ -27,7 +27,7 @@ def test_positions_that_are_not_those_given(folder: Path, monkeypatch: pytest.Mo
 
     Where the layers are one program it computes the positions' rotation itself, and cannot err so.
     """
-    monkeypatch.setattr(substitutes, "read_decoder", lambda body: "they are not to be fused")
+    monkeypatch.setattr(substitutes, "read_decoder", lambda body, **how: "they are not to be fused")
     forward = LlamaModel.forward
 
     def counting(self: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, **rest: Any) -> Any:

@@ -487,14 +487,11 @@ def test_bytes_per_block_is_what_is_allocated(backend, kv_dtype: torch.dtype) ->
 
 
 @pytest.mark.slow
-def test_a_second_process_loads_the_compiled_kernels(tmp_path: Path) -> None:
+def test_of_processes_that_start_together_one_compiles_the_kernels(tmp_path: Path) -> None:
     code = "import torch, batchgen_kernels.cpu.program as p; print(p.compiled(torch.int8).cache_hits)"
     env = os.environ | {"BATCHGEN_CACHE": str(tmp_path), "PYTHONPATH": str(KERNELS), "NUMBA_CACHE_DIR": ""}
-    runs = [
-        subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-        for _ in range(2)
-    ]
-    assert [run.stdout.strip() for run in runs] == ["0", "1"]
+    runs = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=-1, text=True) for _ in range(3)]
+    assert sorted(run.communicate()[0].strip() for run in runs) == ["0", "1", "1"]
 
 
 def test_where_compiled_kernels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,8 @@ def one_table_for_two(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     runner = engine.core.runner
     a, b, *others = runner.layout.places
     runner.layout = replace(runner.layout, places=(a._replace(group=b.group), b, *others))
+    assert runner.program is not None
+    runner.program = runner._program(runner.program._weights, 0)
 
 
 def freed_too_early(engine: Engine, patch: pytest.MonkeyPatch) -> None:

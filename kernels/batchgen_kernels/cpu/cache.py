@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,23 @@ def cache_directory() -> Path | None:
 
 @contextmanager
 def numba_cache() -> Iterator[bool]:
-    """Point numba's cache at `cache_directory` for the functions decorated inside; False if there is none."""
+    """Point numba's cache at `cache_directory` for the functions decorated inside; False if there is none.
+
+    Of processes that start together one compiles, while the others wait and load what it has made.
+    """
     folder, before = cache_directory(), _config.CACHE_DIR
-    _config.CACHE_DIR = str(folder or before)
-    try:
-        yield folder is not None
-    finally:
-        _config.CACHE_DIR = before
+    if folder is None:
+        yield False
+        return
+    with open(folder / "lock", "a") as lock:
+        # Where a file system has no locks, each process compiles for itself.
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        _config.CACHE_DIR = str(folder)
+        try:
+            yield True
+        finally:
+            _config.CACHE_DIR = before
 
 
 def _source_digest() -> str:
