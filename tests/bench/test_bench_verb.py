@@ -197,6 +197,7 @@ def test_a_jobs_own_rows(write_job: Callable[..., str], capsys: Captured) -> Non
     assert "rows that failed: empty_prompt 1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_variant_beside_it(write_job: Callable[..., str]) -> None:
     line = ["--workload", "unique", "--limit", "1", "--repeats", "1", "--json", "report.json"]

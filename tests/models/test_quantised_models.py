@@ -142,7 +142,10 @@ def test_weights_take_less_memory(folder: Path) -> None:
     assert size(quantization="int8") < size()
 
 
-@pytest.mark.parametrize("stored", ["float32", "float16", "int8"])
+# Each compiles a program of its own.
+@pytest.mark.parametrize(
+    "stored", ["float32", *(pytest.param(stored, marks=pytest.mark.slow) for stored in ("float16", "int8"))]
+)
 def test_keys_and_values_are_stored_as_asked(folder: Path, stored: str) -> None:
     engine = make_engine(folder, quantization="int8", kv_cache_dtype=stored)
     assert "one program" in layers_line(engine)
