@@ -193,7 +193,11 @@ class Ours:
         )
         done = [(r, passed.outputs[r.request_id]) for r in passed.requests]
         return {
-            "facts": {**self._ready.facts, **{name: self._ready.pinned.get(name) for name in _PINNED}},
+            "facts": {
+                **self._ready.facts,
+                **{name: self._ready.pinned.get(name) for name in _PINNED},
+                "quantization": self._spec.model.quantization,
+            },
             "notes": list(self._ready.notes),
             "rows": len(passed.requests) + sum(passed.refused.values()),
             "failed": dict(failed),

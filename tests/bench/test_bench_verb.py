@@ -207,7 +207,17 @@ def test_a_variant_beside_it(write_job: Callable[..., str]) -> None:
     assert variant["name"] == "batchgen engine.kv_cache_dtype=int8"
     assert variant["runs"][0]["details"]["facts"]["kv_cache_dtype"] == "int8"
     assert ours["runs"][0]["details"]["facts"]["kv_cache_dtype"] == "float32"
+    assert ours["precision"] == variant["precision"] == "float32"
     assert variant["ours_over_it"]["rounds"] == 1
+
+
+@pytest.mark.usefixtures("tiny")
+def test_weights_are_what_they_were_quantized_to(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    line = ["--workload", "single", "--set", "model.quantization=int8", "--json", str(file)]
+    assert main(["bench", "--model", str(model), *line]) == 0
+    [workload] = json.loads(file.read_text())["workloads"]
+    assert workload["contestants"][0]["precision"] == "int8"
 
 
 @pytest.mark.usefixtures("tiny")
