@@ -25,7 +25,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / "build" / "storm"
-LOADING_SECONDS = 10.0
+LOADING_SECONDS = 3.0
 
 
 def batchgen(*args: str) -> list[str]:
@@ -85,7 +85,7 @@ def storm(name: str, temperature: float, rows: int, kills: int, rng: random.Rand
     while len(moments) < kills:
         process = start(rough)
         # Spread over a share of the run, so that all kills fall before the job is done.
-        moment = rng.uniform(0.0, LOADING_SECONDS + 3.0 * seconds / kills)
+        moment = rng.uniform(0.0, min(seconds, LOADING_SECONDS + 3.0 * seconds / kills))
         try:
             code = process.wait(moment)
             assert code == 0, f"the run ended by itself with {code}"
