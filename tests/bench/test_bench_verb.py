@@ -211,6 +211,7 @@ def test_a_variant_beside_it(write_job: Callable[..., str]) -> None:
     assert variant["ours_over_it"]["rounds"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_weights_are_what_they_were_quantized_to(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
