@@ -14,11 +14,11 @@ from batchgen.types import UsageError
 
 QUANTIZATIONS = ("int8",)
 """What products can be computed in besides the dtype of the model; each has the promises of float32."""
-STORED = ("float32", "bfloat16", "float16", "int8")
+STORED = ("float32", "bfloat16", "float16", "int8", "fp8")
 _NARROW = ("bfloat16", "float16")
 STORABLE: Mapping[str, tuple[str, ...]] = {
     "float32": STORED,
-    **{dtype: (dtype, "int8") for dtype in _NARROW},
+    **{dtype: (dtype, "int8", "fp8") for dtype in _NARROW},
 }
 """What keys and values of a model in each dtype may be stored as; the kernels' own table says why."""
 

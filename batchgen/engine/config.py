@@ -26,7 +26,7 @@ class EngineConfig:
         block_size: tokens in a KV cache block.
         kv_cache_memory: bytes for the KV cache.
         kv_cache_dtype: what keys and values are stored as: `auto` (as `dtype`), `float32`, `bfloat16`,
-            `float16` or `int8`.
+            `float16`, `int8` or `fp8`.
         prefix_caching: share blocks of equal prefixes.
         deterministic: `auto` checks batch invariance where it is promised; False skips the padding it
             needs; True makes its absence an error.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from batchgen.models.prepared import PreparedModel
     from batchgen_kernels.cpu.decoder import DecoderWeights
 
-KV_DTYPE_NAMES = {**DTYPES, "int8": torch.int8}
+KV_DTYPE_NAMES = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _WITHOUT_LOGITS = frozenset({Task.EMBED, Task.CLASSIFY})
 """Tasks for which a model is loaded without what makes logits of tokens."""
 

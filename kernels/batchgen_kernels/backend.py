@@ -30,7 +30,7 @@ class KVCache:
         key: as stored.
         value: as stored.
         block_size: positions in a block.
-        key_scale: float32, what int8 keys are multiplied by; None in other dtypes.
+        key_scale: float32, what int8 and fp8 keys are multiplied by; None in other dtypes.
         value_scale: the same for values.
     """
 
@@ -88,7 +88,7 @@ class AttentionBackend(Protocol):
         ...
 
     def bytes_per_block(self, spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> int:
-        """Bytes of one block of one layer: keys, values, scales of int8, and padding of the layout.
+        """Bytes of one block of one layer: keys, values, scales of int8 and fp8, and padding of the layout.
 
         A multiple of `PAGE_ALIGNMENT`.
         """

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from batchgen_kernels.spec import AttentionSpec
+from batchgen_kernels.storage import LARGEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ class Capability:
 
 
 def _name(value: str | torch.dtype) -> str:
-    return str(value).removeprefix("torch.")
+    return "fp8" if value == torch.float8_e4m3fn else str(value).removeprefix("torch.")
 
 
 def _names(values: Iterable[str] | Iterable[torch.dtype]) -> str:
@@ -93,9 +94,9 @@ def _names(values: Iterable[str] | Iterable[torch.dtype]) -> str:
 
 KV_DTYPES: Mapping[torch.dtype, frozenset[torch.dtype]] = {
     torch.float64: frozenset({torch.float64}),
-    torch.float32: frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8}),
-    torch.bfloat16: frozenset({torch.bfloat16, torch.int8}),
-    torch.float16: frozenset({torch.float16, torch.int8}),
+    torch.float32: frozenset({torch.float32, torch.bfloat16, torch.float16, *LARGEST}),
+    torch.bfloat16: frozenset({torch.bfloat16, *LARGEST}),
+    torch.float16: frozenset({torch.float16, *LARGEST}),
 }
 """What keys and values of each dtype may be stored as.
 
@@ -112,7 +113,7 @@ def _triton(interpreted: bool) -> Capability:
         target="batchgen_kernels.triton_kernels:TritonBackend",
         devices=frozenset({"cuda", "cpu"} if interpreted else {"cuda"}),
         dtypes=frozenset(floats),
-        kv_dtypes=frozenset(floats | {torch.int8}),
+        kv_dtypes=frozenset(floats | set(LARGEST)),
         requires=("triton",),
         block_size_multiple=16,
         max_head_size=256,
@@ -139,7 +140,7 @@ CAPABILITIES: dict[str, Capability] = {
             target="batchgen_kernels.reference:ReferenceBackend",
             devices=frozenset({"cpu", "cuda"}),
             dtypes=frozenset(KV_DTYPES),
-            kv_dtypes=frozenset(KV_DTYPES) | {torch.int8},
+            kv_dtypes=frozenset(KV_DTYPES) | set(LARGEST),
         ),
     )
 }

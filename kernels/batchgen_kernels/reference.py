@@ -1,8 +1,8 @@
 """Attention in plain torch, one sequence at a time: the truth that the other backends are tested against.
 
 Also what runs where no faster backend does. Cache layout: key [num_blocks, block_size, num_kv_heads,
-head_size], value the same with v_head_size; scales of int8 [num_blocks, block_size, num_kv_heads]. Blocks are
-a stride apart.
+head_size], value the same with v_head_size; scales of int8 and fp8 [num_blocks, block_size, num_kv_heads].
+Blocks are a stride apart.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from batchgen_kernels.backend import KVCache, Part
 from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.spec import AttentionSpec
-from batchgen_kernels.storage import dequantize, quantize, stored
+from batchgen_kernels.storage import LARGEST, dequantize, quantize, stored
 
 
 class ReferenceBackend:
@@ -49,7 +49,7 @@ class ReferenceBackend:
             if scales is None:
                 target[place] = stored(vectors[rows], target.dtype)
             else:
-                target[place], scales[place] = quantize(vectors[rows])
+                target[place], scales[place] = quantize(vectors[rows], target.dtype)
 
     def attend(
         self,
@@ -72,9 +72,9 @@ class ReferenceBackend:
 
 
 def _parts(spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> list[Part]:
-    """Two kinds of scales for int8, then keys and values."""
+    """Two kinds of scales for int8 and fp8, then keys and values."""
     vectors = (block_size, spec.num_kv_heads)
-    scales: list[Part] = [(torch.float32, vectors)] * 2 if kv_dtype == torch.int8 else []
+    scales: list[Part] = [(torch.float32, vectors)] * 2 if kv_dtype in LARGEST else []
     return [*scales, (kv_dtype, (*vectors, spec.head_size)), (kv_dtype, (*vectors, spec.v_head_size))]
 
 

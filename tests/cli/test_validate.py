@@ -311,7 +311,7 @@ def test_what_keys_and_values_cannot_be_stored_as(write_job: Write, capsys: Capt
     assert main(["validate", job, "--set", "model.dtype=bf16"]) == 2
     assert (
         "batchgen: job.yaml:4:26: engine.kv_cache_dtype: float32 is not for a model in bfloat16, whose keys "
-        "and values can be stored as bfloat16 or int8; use one of them, or auto"
+        "and values can be stored as bfloat16 or int8 or fp8; use one of them, or auto"
     ) in capsys.readouterr().err
 
 

@@ -76,6 +76,16 @@ def test_memory_per_token_is_that_of_the_dtype(folder: Path) -> None:
     assert bytes_per_token("int8") == layers * vectors * (width + 4)
 
 
+def test_fp8_is_the_reference_backend_s_on_a_processor(folder: Path) -> None:
+    engine = make_engine(folder, kv_cache_dtype="fp8")
+    assert {cache.dtype for cache in engine.core.runner.kv.caches} == {torch.float8_e4m3fn}
+    assert (engine.facts["attention"], engine.pinned["kv_cache_dtype"]) == ("reference", "fp8")
+    got = [o.token_ids for o in run(engine, make_prompts(), GREEDY)]
+    assert got == token_ids(folder, attention="reference", kv_cache_dtype="fp8", max_num_batched_tokens=24)
+    with pytest.raises(UsageError, match=r"engine\.attention: .* float32 or int8, not as fp8"):
+        make_engine(folder, attention="cpu", kv_cache_dtype="fp8")
+
+
 @pytest.mark.parametrize("stored", STORED)
 def test_a_value_beyond_float16_is_an_error_of_its_row(folder: Path, tmp_path: Path, stored: str) -> None:
     """One token's value in the first layer is 200,000, and no other token's comes near."""
@@ -110,7 +120,7 @@ def test_the_names_that_a_job_may_use_are_those_of_the_kernels_table() -> None:
     """`validate` loads no torch for a job file, so its own table has names."""
 
     def name(dtype: torch.dtype) -> str:
-        return str(dtype).removeprefix("torch.")
+        return "fp8" if dtype == torch.float8_e4m3fn else str(dtype).removeprefix("torch.")
 
     known = {name(dtype): {name(one) for one in stored} for dtype, stored in KV_DTYPES.items()}
     assert {dtype: set(stored) for dtype, stored in STORABLE.items()} == {d: known[d] for d in DTYPES}

@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from batchgen_kernels import AttentionSpec, KVCache
+from batchgen_kernels.storage import LARGEST
 from batchgen_kernels.triton_kernels import backend, layers, tiles
 from batchgen_kernels.triton_kernels.attend_kernel import attend_kernel, merge_kernel
 from batchgen_kernels.triton_kernels.layer_kernel import (
@@ -39,6 +40,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int8: "i8",
+    torch.float8_e4m3fn: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -98,6 +100,8 @@ CASES = [
     Case(name="llama 128, decode, float16", spec=LLAMA, rows=1, dtype=torch.float16),
     Case(name="llama 128, decode, int8", spec=LLAMA, rows=1, kv_dtype=torch.int8),
     Case(name="llama 128, prompts, int8", spec=LLAMA, rows=512, kv_dtype=torch.int8),
+    Case(name="llama 128, decode, fp8", spec=LLAMA, rows=1, kv_dtype=torch.float8_e4m3fn),
+    Case(name="llama 128, prompts, fp8", spec=LLAMA, rows=512, kv_dtype=torch.float8_e4m3fn),
     Case(name="llama 128, float32", spec=LLAMA, rows=512, dtype=torch.float32),
     Case(name="gemma 256, prompts", spec=GEMMA, rows=512),
     Case(name="gemma 256, decode", spec=GEMMA, rows=1, block_size=128),
@@ -132,7 +136,7 @@ def builds(case: Case, chip: tiles.Chip) -> Iterator[Build]:
         if case.fixed_split is None
         else tiles.choose_fixed_tile(spec, dtype, kv.dtype, chip)
     )
-    scale = torch.float32 if kv.dtype == torch.int8 else None
+    scale = torch.float32 if kv.dtype in LARGEST else None
     partial = torch.float32 if case.split else None
     sinks = dtype if spec.has_sinks else None
     outputs = {"out_ptr": dtype, "partial_ptr": partial, "stats_ptr": partial}
@@ -146,7 +150,7 @@ def builds(case: Case, chip: tiles.Chip) -> Iterator[Build]:
     yield Build(
         attend_kernel,
         pointers({**outputs, "query_ptr": dtype, **stored, "sinks_ptr": sinks, **step}),
-        backend.attend_constants(spec, kv, tile, split=case.split, fixed_split=case.fixed_split),
+        backend.attend_constants(spec, kv, tile, chip, split=case.split, fixed_split=case.fixed_split),
         tiles.shared_bytes(spec, dtype, kv.dtype, tile.rows, tile.keys, tile.stages),
     )
     if case.split:

@@ -34,7 +34,7 @@ def test_a_name_is_obeyed_or_refused() -> None:
     with pytest.raises(BackendError, match="not in float64; use 'auto'"):
         select("cpu", SPEC, "cpu", torch.float64)
     with pytest.raises(
-        BackendError, match="of a bfloat16 model are stored as bfloat16 or int8, not as float16"
+        BackendError, match="of a bfloat16 model are stored as bfloat16 or fp8 or int8, not as float16"
     ):
         select("reference", SPEC, "cpu", torch.bfloat16, torch.float16)
 
@@ -72,26 +72,24 @@ def test_every_backend_agrees_with_the_table() -> None:
 
 def test_the_table_of_what_keys_and_values_are_stored_as() -> None:
     """Every combination of model dtype, stored dtype, backend and device, written out."""
-    names = ("float32", "bfloat16", "float16", "int8")
+    names = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "int8")}
+    names["fp8"] = torch.float8_e4m3fn
+    narrow = ("int8", "fp8")
     allowed = {
         (backend, device, dtype, kv_dtype)
         for backend, device, dtype, kv_dtype in itertools.product(
-            CAPABILITIES, ("cpu", "cuda"), names[:3], names
+            CAPABILITIES, ("cpu", "cuda"), ("float32", "bfloat16", "float16"), names
         )
-        if CAPABILITIES[backend].refusal(
-            SPEC, torch.device(device), getattr(torch, dtype), getattr(torch, kv_dtype)
-        )
-        is None
+        if CAPABILITIES[backend].refusal(SPEC, torch.device(device), names[dtype], names[kv_dtype]) is None
     }
     pairs = {
         *(("float32", kv_dtype) for kv_dtype in names),
-        ("bfloat16", "bfloat16"),
-        ("bfloat16", "int8"),
-        ("float16", "float16"),
-        ("float16", "int8"),
+        *(("bfloat16", kv_dtype) for kv_dtype in ("bfloat16", *narrow)),
+        *(("float16", kv_dtype) for kv_dtype in ("float16", *narrow)),
     }
     places = {("cpu", "cpu"), ("triton", "cuda"), ("reference", "cpu"), ("reference", "cuda")}
-    assert allowed == {(*place, *pair) for place in places for pair in pairs}
+    every = {(*place, *pair) for place in places for pair in pairs}
+    assert allowed == {found for found in every if (found[0], found[3]) != ("cpu", "fp8")}
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ class EngineSpec(Section):
     block_size: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"
     kv_cache_memory: Annotated[Auto | PositiveBytes, Rule("auto or a size such as 4GB")] = "auto"
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16", "int8"],
+        Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"],
         BeforeValidator(dtype_name, json_schema_input_type=KVDtypeName),
-        Rule("auto, float32, bfloat16, float16 or int8"),
+        Rule("auto, float32, bfloat16, float16, int8 or fp8"),
     ] = "auto"
     prefix_caching: Annotated[bool, Rule("true or false")] = True
     deterministic: Annotated[Auto | bool, Rule("auto, true or false")] = "auto"

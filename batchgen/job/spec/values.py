@@ -63,6 +63,6 @@ PositiveBytes = Annotated[int, Size, AfterValidator(_positive)]
 Count = Annotated[int, Field(ge=1, lt=2**62)]
 Auto = Literal["auto"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
-KVDtypeName = DtypeName | Literal["int8"]
+KVDtypeName = DtypeName | Literal["int8", "fp8"]
 COUNT = "a whole number of 1 or more"
 DURATION = "a duration such as 20s, 5m or 1h30m, or seconds"

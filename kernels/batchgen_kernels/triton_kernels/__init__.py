@@ -7,7 +7,7 @@ Importing it loads triton. Under TRITON_INTERPRET=1 the same kernels run on the 
 **Cache.** A page holds one block of one layer, its parts one after the other, scales first:
 
 ```
-int8 only:  key_scale   float32 [num_kv_heads, block_size]
+int8, fp8:  key_scale   float32 [num_kv_heads, block_size]
             value_scale float32 [num_kv_heads, block_size]
             key         kv_dtype [num_kv_heads, block_size, head_size]
             value       kv_dtype [num_kv_heads, block_size, v_head_size]
@@ -38,8 +38,10 @@ reaches rows of the same sequence before it, if they share its step, and no othe
 
 **Sums.** The softmax is in base 2 and online: largest score, weight and sum of a row stay in float32
 registers. Products of float32 are exact to float32 (`input_precision="ieee"`); in 16 bits the operands are
-rounded, probabilities too. int8 keys enter the product as integers and their scales multiply scores, int8
-values are scaled before it. A sink joins the weight at the end.
+rounded, probabilities too. int8 and fp8 (e4m3) keys enter the product as they are stored and their scales
+multiply scores; scales of values multiply probabilities, 16 rows of them in decoding and not a whole tile of
+values, except in float16, where such a product may be too small. A sink joins the weight at the end. Before 8.9
+a chip does not know e4m3: there its bytes become float16 by shifts, to the same numbers.
 
 **Splits.** With fewer programs than the device runs at a time each tile's keys are divided further
 (`tiles.choose_splits` has the formula); a second kernel adds the parts up. With `fixed_split` parts end at

@@ -13,6 +13,7 @@ from batchgen_kernels.backend import KVCache, Part
 from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.spec import AttentionSpec
+from batchgen_kernels.storage import LARGEST
 from batchgen_kernels.triton_kernels.attend_kernel import attend_kernel, merge_kernel
 from batchgen_kernels.triton_kernels.tiles import (
     INTERPRETER,
@@ -92,8 +93,8 @@ class TritonBackend:
         write_kernel[(-(-meta.num_rows // WRITE_ROWS), heads)](
             key,
             value,
-            kv.key,
-            kv.value,
+            bytes_of(kv.key),
+            bytes_of(kv.value),
             kv.key_scale,
             kv.value_scale,
             meta.slot_mapping,
@@ -142,8 +143,8 @@ class TritonBackend:
             partial,
             stats,
             query,
-            kv.key,
-            kv.value,
+            bytes_of(kv.key),
+            bytes_of(kv.value),
             kv.key_scale,
             kv.value_scale,
             sinks,
@@ -160,7 +161,14 @@ class TritonBackend:
             key_scale_page,
             value_scale_page,
             *_factors(spec),
-            **attend_constants(spec, kv, tile, split=splits is not None, fixed_split=self._fixed_split),
+            **attend_constants(
+                spec,
+                kv,
+                tile,
+                _chip(query.device),
+                split=splits is not None,
+                fixed_split=self._fixed_split,
+            ),
         )
         if splits is not None:
             constants = merge_constants(spec)
@@ -186,7 +194,7 @@ class TritonBackend:
 
 
 def attend_constants(
-    spec: AttentionSpec, kv: KVCache, tile: Tile, *, split: bool, fixed_split: int | None = None
+    spec: AttentionSpec, kv: KVCache, tile: Tile, chip: Chip, *, split: bool, fixed_split: int | None = None
 ) -> dict[str, Any]:
     """What `attend_kernel` is compiled for: its constants, and triton's own options.
 
@@ -211,7 +219,8 @@ def attend_constants(
         "WINDOW": spec.sliding_window or 0,
         "SOFTCAP": spec.softcap is not None,
         "SINKS": spec.has_sinks,
-        "SCALED": kv.dtype == torch.int8,
+        "SCALED": kv.dtype in LARGEST,
+        "FP8": (1 if chip.capability >= 89 else 2) if kv.dtype == torch.float8_e4m3fn else 0,
         "SPLIT": split,
         "FIXED_TILES": (fixed_split or 0) // tile.keys,
         "num_warps": tile.warps,
@@ -243,7 +252,8 @@ def write_constants(head_size: int, v_head_size: int, kv: KVCache) -> dict[str, 
         "BLOCK_V": max(power_of_two(v_head_size), SMALLEST_TILE),
         "BLOCK_SIZE": kv.block_size,
         "ROWS": WRITE_ROWS,
-        "SCALED": kv.dtype == torch.int8,
+        "SCALED": kv.dtype in LARGEST,
+        "FP8": kv.dtype == torch.float8_e4m3fn,
         "num_warps": 4,
         "num_stages": 1,
         "enable_fp_fusion": False,
@@ -251,10 +261,15 @@ def write_constants(head_size: int, v_head_size: int, kv: KVCache) -> dict[str, 
 
 
 def _parts(spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> list[Part]:
-    """Two kinds of scales for int8, then keys and values."""
+    """Two kinds of scales for int8 and fp8, then keys and values."""
     vectors = (spec.num_kv_heads, block_size)
-    scales: list[Part] = [(torch.float32, vectors)] * 2 if kv_dtype == torch.int8 else []
+    scales: list[Part] = [(torch.float32, vectors)] * 2 if kv_dtype in LARGEST else []
     return [*scales, (kv_dtype, (*vectors, spec.head_size)), (kv_dtype, (*vectors, spec.v_head_size))]
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A part of the cache as kernels take it: fp8 by its bytes, which every chip has."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def _factors(spec: AttentionSpec) -> tuple[float, float]:

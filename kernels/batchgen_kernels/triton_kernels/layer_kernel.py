@@ -5,7 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from batchgen_kernels.triton_kernels.write_kernel import magnitude, to_steps, to_stored, write_rows
+from batchgen_kernels.triton_kernels.write_kernel import (
+    magnitude,
+    scale_of,
+    to_scaled,
+    to_stored,
+    write_rows,
+)
 
 
 @triton.jit
@@ -122,6 +128,7 @@ def rotate_and_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     SCALED: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """ROWS rows of one query head, or of one KV head. Grid: (chunks of rows, HEADS + KV heads).
 
@@ -174,12 +181,12 @@ def rotate_and_write_kernel(
                 largest = tl.maximum(
                     largest, magnitude(rest.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL
                 )
-            scale = tl.div_rn(largest, tl.full([1], 127.0, tl.float32))
+            scale = scale_of(largest, FP8)
             tl.store(key_scale_ptr + block * key_scale_page + place, scale, mask=present)
-            stored1 = to_steps(turned1.to(tl.float32), scale)
-            stored2 = to_steps(turned2.to(tl.float32), scale)
+            stored1 = to_scaled(turned1.to(tl.float32), scale, FP8)
+            stored2 = to_scaled(turned2.to(tl.float32), scale, FP8)
             if REST > 0:
-                rest = to_steps(rest.to(tl.float32), scale)
+                rest = to_scaled(rest.to(tl.float32), scale, FP8)
         else:
             stored1 = to_stored(turned1, key_ptr.dtype.element_ty)
             stored2 = to_stored(turned2, key_ptr.dtype.element_ty)
@@ -202,4 +209,5 @@ def rotate_and_write_kernel(
             V_HEAD_SIZE,
             BLOCK_V,
             SCALED,
+            FP8,
         )

@@ -13,6 +13,8 @@ import torch
 from batchgen_kernels.backend import KVCache
 from batchgen_kernels.layer_reference import ACTIVATIONS
 from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.storage import LARGEST
+from batchgen_kernels.triton_kernels.backend import bytes_of
 from batchgen_kernels.triton_kernels.layer_kernel import (
     gated_kernel,
     rms_norm_kernel,
@@ -126,8 +128,8 @@ def rotate_and_write(
             value,
             cos,
             sin,
-            kv.key,
-            kv.value,
+            bytes_of(kv.key),
+            bytes_of(kv.value),
             kv.key_scale,
             kv.value_scale,
             meta.slot_mapping,
@@ -187,7 +189,8 @@ def rotate_constants(heads: int, width: int, turned: int, kv: KVCache) -> dict[s
         "BLOCK_V": max(power_of_two(v_width), SMALLEST_TILE),
         "BLOCK_SIZE": kv.block_size,
         "ROWS": WRITE_ROWS,
-        "SCALED": kv.dtype == torch.int8,
+        "SCALED": kv.dtype in LARGEST,
+        "FP8": kv.dtype == torch.float8_e4m3fn,
         "num_warps": 4,
         "num_stages": 1,
         "enable_fp_fusion": False,

@@ -30,6 +30,40 @@ def to_steps(x, scale):
 
 
 @triton.jit
+def to_fp8(x, scale):
+    """The bytes of e4m3 of rows [n, m] and their scales [n]; 0 where a scale is 0 or NaN.
+
+    In integers, as a chip before 8.9 has no instruction for it and triton's interpreter rounds wrongly.
+    """
+    usable = scale > 0
+    x = tl.where(usable[:, None], tl.div_rn(x, tl.where(usable, scale, 1.0)[:, None]), 0.0)
+    size = tl.minimum(tl.abs(x), 448.0)
+    bits = size.to(tl.uint32, bitcast=True)
+    # 20 of 23 bits of the mantissa go, half of the last that stays is added; the exponent counts from -7.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20).to(tl.int32) - (120 << 3)
+    # Below 2**-6 a step is 2**-9, and the eighth of them is written as the first normal number.
+    subnormal = ((size * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
+    sign = (x.to(tl.uint32, bitcast=True) >> 24).to(tl.int32) & 0x80
+    return (tl.where(size < 0.015625, subnormal, normal) | sign).to(tl.uint8)
+
+
+@triton.jit
+def to_scaled(x, scale, FP8: tl.constexpr):
+    """Rows in int8, or in bytes of e4m3, by their scales."""
+    if FP8:
+        stored = to_fp8(x, scale)
+    else:
+        stored = to_steps(x, scale)
+    return stored
+
+
+@triton.jit
+def scale_of(largest, FP8: tl.constexpr):
+    """What makes each of `largest` [n] the largest number of the format."""
+    return tl.div_rn(largest, tl.full([1], 448.0 if FP8 else 127.0, tl.float32))
+
+
+@triton.jit
 def to_stored(x, dtype: tl.constexpr):
     """`x` in a floating dtype, NaN where it is not finite there."""
     rounded = x.to(dtype)
@@ -51,6 +85,7 @@ def write_rows(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     SCALED: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Rows [n] of WIDTH elements at `source_row`, to `place` vectors behind the start of their page."""
     column = tl.arange(0, PADDED)
@@ -59,8 +94,8 @@ def write_rows(
     target = cache_ptr + (block * page + place * WIDTH)[:, None] + column[None, :]
     if SCALED:
         x = x.to(tl.float32)
-        scale = tl.div_rn(magnitude(x), tl.full([1], 127.0, tl.float32))
-        tl.store(target, to_steps(x, scale), mask=mask)
+        scale = scale_of(magnitude(x), FP8)
+        tl.store(target, to_scaled(x, scale, FP8), mask=mask)
         tl.store(scale_ptr + block * scale_page + place, scale, mask=present)
     else:
         tl.store(target, to_stored(x, cache_ptr.dtype.element_ty), mask=mask)
@@ -91,6 +126,7 @@ def write_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     SCALED: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Keys and values of ROWS rows of one KV head. Grid: (chunks of rows, KV heads)."""
     head = tl.program_id(1)
@@ -115,6 +151,7 @@ def write_kernel(
         HEAD_SIZE,
         BLOCK_K,
         SCALED,
+        FP8,
     )
     write_rows(
         value_in_ptr,
@@ -129,4 +166,5 @@ def write_kernel(
         V_HEAD_SIZE,
         BLOCK_V,
         SCALED,
+        FP8,
     )

@@ -19,6 +19,7 @@ from batchgen_kernels.triton_kernels.tiles import (
     A100,
     B200,
     H100,
+    INTERPRETER,
     Chip,
     Tile,
     choose_splits,
@@ -30,8 +31,8 @@ from batchgen_kernels.triton_kernels.tiles import (
 LONG = EXAMPLES > 10
 """Larger shapes too: a run of its own, not one for each commit."""
 KV_DTYPES = {
-    torch.float32: [torch.float32, torch.float16, torch.int8],
-    torch.float16: [torch.float16, torch.int8],
+    torch.float32: [torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn],
+    torch.float16: [torch.float16, torch.int8, torch.float8_e4m3fn],
 }
 
 
@@ -66,6 +67,7 @@ def cases(draw: st.DrawFn, dtype: torch.dtype) -> Case:
         fixed=fixed,
         padding=draw(st.integers(0, 5)),
         spare_blocks=draw(st.integers(0, 2)),
+        chip=draw(st.sampled_from([INTERPRETER, A100])),
         filler=draw(st.sampled_from(["large", "nan"])),
         seed=draw(st.integers(0, 99)),
     )
@@ -154,7 +156,7 @@ def test_with_fixed_splits_bits_do_not_depend_on_company_or_chunks() -> None:
 SICK = {"nan": float("nan"), "infinite": float("inf"), "beyond float16": 65520.0}
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[torch.float32])
 @pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize("what", SICK)
 def test_what_is_not_finite_stays_in_its_sequence(kv_dtype: torch.dtype, where: int, what: str) -> None:
@@ -187,7 +189,7 @@ def test_strided_inputs_are_read_in_place() -> None:
     assert torch.equal(target.attend(turned, kv, case.metadata, PLAIN), want)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[torch.float32])
 def test_layers_side_by_side_in_one_memory_leave_each_other_alone(kv_dtype: torch.dtype) -> None:
     target, wide = TritonBackend(), layer(4, 2, 16, 48)
     sizes = [target.bytes_per_block(spec, 16, kv_dtype) for spec in (PLAIN, wide)]
@@ -225,7 +227,7 @@ def test_what_does_not_fit_is_refused() -> None:
     kv, meta = case.cache(target), case.metadata
     with pytest.raises(ValueError, match="multiples of 16, not 8"):
         allocate(target, PLAIN, 2, 8, CPU, torch.float32)
-    with pytest.raises(ValueError, match="float16 or float32 or int8, not as bfloat16"):
+    with pytest.raises(ValueError, match="float16 or float32 or fp8 or int8, not as bfloat16"):
         allocate(target, PLAIN, 2, 16, CPU, torch.bfloat16)
     with pytest.raises(ValueError, match="pages of 64 bytes are too small"):
         target.view(PLAIN, torch.zeros(2, 64, dtype=torch.uint8), 16, torch.float32)

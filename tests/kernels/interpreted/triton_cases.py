@@ -19,6 +19,7 @@ from batchgen_kernels import AttentionMetadata, AttentionSpec, KVCache
 from batchgen_kernels.backend import allocate
 from batchgen_kernels.reference import ReferenceBackend
 from batchgen_kernels.triton_kernels import TritonBackend, backend
+from batchgen_kernels.triton_kernels.tiles import INTERPRETER, Chip
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/kernels/test_triton_interpreter.py"
 
@@ -26,6 +27,7 @@ CPU = torch.device("cpu")
 EXAMPLES = int(os.environ.get("BATCHGEN_KERNELS", "10"))
 FILLER = {"large": 6e4, "nan": float("nan")}
 """What memory holds that no row may see."""
+FLOATS = (torch.float32, torch.float16)
 _COUNT = itertools.count()
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
@@ -39,7 +41,7 @@ def quiet() -> np.errstate:
 class Case:
     """One step: `sequences` are (rows cached before, rows of this step).
 
-    `splits` None leaves it to the formula; `fixed` is `fixed_split`.
+    `splits` None leaves it to the formula; `fixed` is `fixed_split`; `chip` is the one that tiles are for.
     """
 
     spec: AttentionSpec
@@ -54,6 +56,7 @@ class Case:
     filler: str = "large"
     seed: int = 0
     sink: float = 0.0
+    chip: Chip = INTERPRETER
     tables: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,7 +97,8 @@ class Case:
         num_blocks = 1 + sum(map(len, self.tables))
         kv = allocate(target, self.spec, num_blocks, self.block_size, CPU, self.kv_dtype)
         for tensor in kv.tensors:
-            tensor.fill_(FILLER[self.filler] if tensor.is_floating_point() else 77)
+            number = FILLER[self.filler] if tensor.dtype in FLOATS else 77
+            (tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor).fill_(number)
         lens = [sum(n) for n in self.sequences]
         meta = AttentionMetadata.build(lens, lens, self.tables, self.block_size)
         _, key, value = self.tensors()
@@ -108,6 +112,7 @@ class Case:
     def triton(self, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
         if self.splits is not None:
             monkeypatch.setattr(backend, "choose_splits", lambda *_: self.splits)
+        monkeypatch.setattr(backend, "_chip", lambda _: self.chip)
         with quiet():
             return self.run(TritonBackend(fixed_split=self.fixed))
 

@@ -10,6 +10,7 @@ from triton_cases import Case, layer, mutated
 
 from batchgen_kernels.triton_kernels import attend_kernel as original
 from batchgen_kernels.triton_kernels import backend
+from batchgen_kernels.triton_kernels.tiles import A100
 
 FULL = Case(
     spec=layer(6, 2, 80, sliding_window=37, softcap=2.0, has_sinks=True),
@@ -17,6 +18,9 @@ FULL = Case(
     kv_dtype=torch.int8,
 )
 SPLIT = Case(spec=layer(6, 2, 24, sliding_window=50, has_sinks=True), sequences=[(90, 2), (3, 1)], splits=3)
+FP8 = Case(
+    spec=layer(3, 1, 80), sequences=[(30, 2)], dtype=torch.float16, kv_dtype=torch.float8_e4m3fn, chip=A100
+)
 BLOCKS = Case(spec=layer(2, 2, 16), sequences=[(70, 6)], block_size=64)
 
 MUTATIONS = {
@@ -35,7 +39,7 @@ MUTATIONS = {
     "no sinks": (FULL, "weight = weight * fade + tl.exp2(sink - larger)", "weight = weight * fade"),
     "no softcap": (FULL, "scores = cap * (1 - 2 / (1 + tl.exp2(scores)))", "pass"),
     "no key scale": (FULL, "scores = scores * key_scale[None, :]", "pass"),
-    "no value scale": (FULL, "value = value.to(tl.float32) * value_scale[:, None]", "pass"),
+    "no value scale": (FULL, "probability = probability * value_scale[None, :]", "pass"),
     "the second part of the keys is left out": (FULL, "tl.dot(query2, ", "tl.dot(query2 * 0, "),
     "the second part of the values is left out": (FULL, "sum2 = sum2 / weight[:, None]", "sum2 = sum2 * 0"),
     "sums do not fade": (FULL, "sum1 * fade[:, None], input", "sum1, input"),
@@ -46,13 +50,16 @@ MUTATIONS = {
         "history = tl.load(seq_lens_ptr + seq) - num_rows",
         "history = 0",
     ),
+    "no value scale in float16": (FP8, "tl.float32, FP8) * value_scale[:, None]", "tl.float32, FP8)"),
+    "the exponent of fp8 is one off": (FP8, "bitcast=True) * 256.0", "bitcast=True) * 128.0"),
+    "fp8 has no sign": (FP8, "((bits & 0x80) << 8) | ", ""),
     "splits overlap": (SPLIT, "low = low + split * share", "low = low + split * (share - 1)"),
     "splits are not weighed": (SPLIT, "total += partial * factor[:, None]", "total += partial"),
     "no sinks where there are splits": (SPLIT, "weight = tl.exp2(sink - largest)", "pass"),
 }
 
 
-@pytest.mark.parametrize("case", [FULL, SPLIT, BLOCKS])
+@pytest.mark.parametrize("case", [FULL, SPLIT, FP8, BLOCKS])
 def test_the_kernel_itself_passes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     case.check(monkeypatch)
 

@@ -14,13 +14,16 @@ from batchgen_kernels import AttentionMetadata
 from batchgen_kernels.backend import allocate
 from batchgen_kernels.reference import ReferenceBackend
 from batchgen_kernels.triton_kernels import TritonBackend, backend, write_kernel
+from batchgen_kernels.triton_kernels.backend import bytes_of
 
 PAIRS = [
     (torch.float32, torch.float32),
     (torch.float32, torch.float16),
     (torch.float32, torch.int8),
+    (torch.float32, torch.float8_e4m3fn),
     (torch.float16, torch.float16),
     (torch.float16, torch.int8),
+    (torch.float16, torch.float8_e4m3fn),
 ]
 
 
@@ -70,7 +73,7 @@ def test_what_is_stored_is_what_the_reference_stores(
             tensor.fill_(7)
         with quiet():
             target.write(kv, key, value, meta)
-        kept.append(kv.tensors)
+        kept.append([bytes_of(tensor) for tensor in kv.tensors])
     for got, want in zip(*kept, strict=True):
         torch.testing.assert_close(got.transpose(1, 2), want, rtol=0, atol=0, equal_nan=True)
 
@@ -88,6 +91,22 @@ def test_every_number_of_16_bits_is_stored_exactly(kv_dtype: torch.dtype) -> Non
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
+def test_every_float32_between_is_rounded_as_torch_rounds_it() -> None:
+    """Of fp8: its numbers, what lies halfway between two, and the next floats around."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = numbers[numbers.isfinite()].unique()
+    halves = (numbers[1:] + numbers[:-1]) / 2
+    nearby = [torch.nextafter(halves, torch.tensor(end)) for end in (-torch.inf, torch.inf)]
+    every = torch.cat([numbers, halves, *nearby, torch.zeros(1024)])[:1024].view(-1, 1, 16)
+    every[:, :, -1] = 448
+    rows = len(every)
+    kv = allocate(TritonBackend(), layer(1, 1, 16), 1 + rows // 16, 16, CPU, torch.float8_e4m3fn)
+    meta = AttentionMetadata.build([rows], [rows], [list(range(1, 1 + rows // 16))], 16)
+    TritonBackend().write(kv, every, every, meta)
+    want = every.to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(bytes_of(kv.key[1:]).reshape(-1, 1, 16), want)
+
+
 def test_halves_are_rounded_to_even() -> None:
     row = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 63.49, 63.51] + [0.0] * 7)
     kv = allocate(TritonBackend(), layer(1, 1, 16), 2, 16, CPU, torch.int8)
@@ -98,7 +117,10 @@ def test_halves_are_rounded_to_even() -> None:
 
 MUTATIONS = {
     "steps are cut off": ("(steps + 12582912.0) - 12582912.0", "steps"),
-    "the largest step is 128": ("tl.full([1], 127.0", "tl.full([1], 128.0"),
+    "halves of fp8 are rounded up": ("0x7FFFF + ((bits >> 20) & 1)", "0x80000"),
+    "small fp8 is cut off": ("(size * 512.0 + 12582912.0) - 12582912.0", "size * 512.0"),
+    "fp8 has no sign": ("normal) | sign", "normal)"),
+    "the largest step is 128": ("else 127.0", "else 128.0"),
     "what overflows is kept as infinite": ('tl.where(finite, rounded, float("nan"))', "rounded"),
     "a vector with a NaN is stored without": ('float("nan"), tl.max(size, 1))', "0.0, tl.max(size, 1))"),
     "keys of the first head alone": ("row * key_token_stride + head", "row * key_token_stride + 0 * head"),
@@ -116,8 +138,9 @@ def test_a_mistake_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 def _write_once() -> None:
     check = test_what_is_stored_is_what_the_reference_stores.hypothesis.inner_test
-    for pair in PAIRS[1:3]:
+    for pair in PAIRS[1:4]:
         check(pair, (24, 96), 2, 16, 20, 1.0, 1)
+    test_every_float32_between_is_rounded_as_torch_rounds_it()
 
 
 def test_the_kernel_itself_passes() -> None:
