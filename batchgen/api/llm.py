@@ -46,7 +46,7 @@ class LLM:
     """A model loaded once, for many calls. A bad prompt is an output with an error, never an exception.
 
     Args:
-        model: hub id, folder or GGUF file.
+        model: hub id, folder, GGUF file, or `dummy:` and a shape.
         tokenizer: of another folder or hub id.
         generation_defaults: `model` fills what `sampling` leaves out from the model's
             generation_config.json; `none` decodes greedily unless told otherwise.

@@ -10,7 +10,7 @@ class EngineConfig:
     """Settings of one engine. Values of None are chosen from the model and the machine.
 
     Args:
-        model: hub id, folder or GGUF file.
+        model: hub id, folder, GGUF file, or `dummy:` and a shape.
         tokenizer: folder or hub id of another tokenizer.
         revision: branch, tag or commit of a hub id.
         task: decides with which head the model is loaded: one for the next token (`generate`,

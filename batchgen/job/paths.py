@@ -77,7 +77,7 @@ def _output(document: Document, text: str) -> str:
 
 def _model(document: Document, text: str) -> str:
     _refuse_nul(document, ("model", "path"), text)
-    if text.startswith("dummy:") or "://" in text:
+    if "://" in text:
         document.fault(
             ("model", "path"),
             f"model.path: {show_value(text)} is not available in this version; "

@@ -25,6 +25,8 @@ from transformers import (
 from batchgen.grammar import counted
 from batchgen.models.attention import ATTENTION_NAME, register_attention
 from batchgen.models.dtypes import DTYPES
+from batchgen.models.dummy import SEED
+from batchgen.models.dummy_weights import make_model
 from batchgen.models.parts import ModelParts
 from batchgen.models.rope import longest_sequence
 from batchgen.models.source import CONTEXT_LENGTHS
@@ -137,7 +139,7 @@ def task_of(folder: Path) -> Task:
 def load_model(
     folder: Path, dtype: str = "float32", *, allow_pickle: bool = False, task: Task = Task.GENERATE
 ) -> LoadedModel:
-    """Load weights for inference on the CPU.
+    """Load weights for inference on the CPU, or make them where the configuration is a dummy's.
 
     Args:
         folder: as `ModelSource.weights_folder` gives it.
@@ -151,9 +153,12 @@ def load_model(
             language model with the head that the task needs.
     """
     register_attention()
-    load_config(folder)
+    config = load_config(folder)
+    kind = _LOADERS.get(task, AutoModelForCausalLM)
+    if hasattr(config, SEED):
+        return _made(kind, config, folder, DTYPES[dtype], task)
     try:
-        loaded: Any = _LOADERS.get(task, AutoModelForCausalLM).from_pretrained(
+        loaded: Any = kind.from_pretrained(
             folder,
             dtype=DTYPES[dtype],
             attn_implementation=ATTENTION_NAME,
@@ -186,3 +191,16 @@ def load_model(
     # A model without a next-token head has none.
     generation_config = getattr(model, "generation_config", None) or GenerationConfig()  # type: ignore[no-untyped-call]
     return LoadedModel(model, generation_config, DTYPES[dtype], task)
+
+
+def _made(kind: Any, config: PretrainedConfig, folder: Path, dtype: torch.dtype, task: Task) -> LoadedModel:
+    """A dummy of the given kind."""
+    try:
+        model = make_model(kind, config, getattr(config, SEED), dtype, torch.device("cpu"), ATTENTION_NAME)
+    except (ValueError, RuntimeError, ArithmeticError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(
+            f"model.path: no weights can be made for {folder / 'config.json'} ({reason}); choose a smaller "
+            "shape, or other numbers behind its name, such as dummy:NAME?num_hidden_layers=4"
+        ) from error
+    return LoadedModel(model, model.generation_config or GenerationConfig(), dtype, task)  # type: ignore[no-untyped-call]

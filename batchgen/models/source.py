@@ -1,4 +1,4 @@
-"""Find a model: a hub id, a local folder, or a GGUF file, and turn it into a local folder.
+"""Find a model: a hub id, a local folder, a GGUF file or a dummy, and turn it into a local folder.
 
 Called by the engine worker before loading, and by `validate`, `run` and `show`. Finding a model fetches
 configuration and tokenizer only; its weights are fetched, or converted from GGUF, when they are asked for.
@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchgen.models import gguf
+from batchgen.models import dummy, gguf
 from batchgen.models.hub import Snapshot, fetch_files, find_snapshot
 from batchgen.models.weights import INDEX, shards, wanted_weights, weight_files
 from batchgen.types import UsageError
@@ -31,6 +31,7 @@ class ModelSource:
         gguf_file: the GGUF file, or None.
         snapshot: of the hub, or None for local files.
         allow_pickle: whether weights may be pickles.
+        is_dummy: whether there are no weights, because the engine makes them.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ModelSource:
     gguf_file: Path | None = None
     snapshot: Snapshot | None = None
     allow_pickle: bool = False
+    is_dummy: bool = False
 
     @property
     def commit(self) -> str | None:
@@ -61,11 +63,15 @@ class ModelSource:
     def weights_folder(self) -> Path:
         """A folder with weights; downloads them, or converts a GGUF file, the first time.
 
+        Of a dummy its configuration alone, which says how to make them.
+
         Raises:
             UsageError: they are not all there and cannot be had.
         """
         if self.folder is None:
             return gguf.weights_folder(self._gguf(), self.key)
+        if self.is_dummy:
+            return self.folder
         self.fetch_weights()
         weight_files(self.folder, self.allow_pickle, self._what)
         return self.folder
@@ -78,6 +84,8 @@ class ModelSource:
         """
         if self.folder is None:
             return (self._gguf(),)
+        if self.is_dummy:
+            return (self.folder / "config.json",)
         found = weight_files(self.folder, self.allow_pickle, self._what)
         return tuple(sorted([*found, self.folder / "config.json"]))
 
@@ -87,6 +95,8 @@ class ModelSource:
         Raises:
             UsageError: says what is missing.
         """
+        if self.is_dummy:
+            return
         if self.snapshot is not None:
             self._remote_weights(self.snapshot)
         if self.folder is not None and (self.snapshot is None or self.snapshot.names is None):
@@ -122,7 +132,7 @@ def find_model(path: str, revision: str | None = None, *, allow_pickle: bool = F
     """Resolve `model.path` and `model.revision`; fetches no weights.
 
     Args:
-        path: hub id, folder or GGUF file.
+        path: hub id, folder, GGUF file, or `dummy:` and a shape.
         revision: of a hub id: branch, tag or commit.
         allow_pickle: whether weights may be `.bin` files.
 
@@ -161,6 +171,8 @@ def find_tokenizer(path: str) -> ModelSource:
 
 
 def _find(path: str, revision: str | None, key: str, allow_pickle: bool) -> ModelSource:
+    if path.startswith(dummy.PREFIX):
+        return ModelSource(path, key, dummy.folder(path, key), is_dummy=True)
     local = Path(path).expanduser()
     if local.suffix == ".gguf":
         if not local.is_file():

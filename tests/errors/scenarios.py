@@ -251,6 +251,10 @@ OF_INPUT_FORMATS = [
 OF_THE_MODEL = [
     validate("model=./gone"),
     validate("model=gone.gguf"),
+    validate("model=dummy:gpt-9"),
+    validate("model=dummy:phi-4?layers=3"),
+    validate("model=dummy:phi-4?num_hidden_layers=0"),
+    validate("model=dummy:phi-4?vocab_size=9"),
     validate("model=bad.gguf", bad_gguf=b"GGUF" + b"\0" * 64),
     validate("model=org/gone"),
     validate("model=empty", **{"empty/x_txt": ""}),
