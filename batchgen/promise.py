@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from batchgen.devices import CPU, CUDA
 from batchgen.types import UsageError
 
 QUANTIZATIONS = ("int8",)
@@ -60,7 +61,7 @@ VARIES = "a row may differ in its last bits with what shares its batch"
 
 PROMISES: tuple[Promise, ...] = (
     Promise(
-        "cpu",
+        CPU,
         ("float32",),
         STORED,
         ("auto",),
@@ -69,7 +70,7 @@ PROMISES: tuple[Promise, ...] = (
         sentence=f"{SAME}; checked at load, and said where the check fails",
     ),
     Promise(
-        "cpu",
+        CPU,
         ("float32", *_NARROW),
         STORED,
         (True,),
@@ -77,14 +78,27 @@ PROMISES: tuple[Promise, ...] = (
         required=True,
         sentence=f"{SAME}; checked at load, and nothing runs where the check fails",
     ),
-    Promise("cpu", _NARROW, STORED, ("auto",), checked=False, required=False, sentence=VARIES),
-    Promise("cpu", ("float32", *_NARROW), STORED, (False,), checked=False, required=False, sentence=VARIES),
+    Promise(CPU, _NARROW, STORED, ("auto",), checked=False, required=False, sentence=VARIES),
+    Promise(CPU, ("float32", *_NARROW), STORED, (False,), checked=False, required=False, sentence=VARIES),
+    Promise(
+        CUDA, ("float32", *_NARROW), STORED, ("auto", False), checked=False, required=False, sentence=VARIES
+    ),
+    Promise(
+        CUDA,
+        ("float32", *_NARROW),
+        STORED,
+        (True,),
+        checked=True,
+        required=True,
+        sentence=f"{SAME}; checked at load, and nothing runs where the check fails",
+    ),
 )
 
 
-def resolve_dtypes(dtype: str, kv_cache_dtype: str) -> tuple[str, str]:
-    """What `auto` means on the CPU: of the model, and of keys and values in the cache."""
-    dtype = "float32" if dtype == "auto" else dtype
+def resolve_dtypes(dtype: str, kv_cache_dtype: str, device: str) -> tuple[str, str]:
+    """What `auto` means on a kind of device: of the model, and of keys and values in the cache."""
+    if dtype == "auto":
+        dtype = "bfloat16" if device == CUDA else "float32"
     return dtype, dtype if kv_cache_dtype == "auto" else kv_cache_dtype
 
 
@@ -102,8 +116,8 @@ def check_quantization(quantization: str | None, dtype: str) -> None:
         raise UsageError(f"model.quantization: {quantization!r} is not allowed; use int8 or null")
     if quantization is not None and dtype != "float32":
         raise UsageError(
-            f"model.quantization: {quantization} is for a model in float32, not in {dtype}; use model.dtype: "
-            "auto or float32, or leave model.quantization out"
+            f"model.quantization: {quantization} is for a model in float32 on a processor, not in {dtype}; "
+            "use model.dtype: float32 and engine.device: cpu, or leave model.quantization out"
         )
 
 

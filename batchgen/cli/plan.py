@@ -87,10 +87,11 @@ def command(job: Path, full: bool, sample: int, sets: tuple[str, ...], as_json: 
 
 def _bits(spec: JobSpec) -> dict[str, Any]:
     """What is promised about them."""
+    from batchgen.devices import likely_kind
     from batchgen.promise import promise, resolve_dtypes
 
-    device = "cpu" if spec.engine.device == "auto" else spec.engine.device
-    dtype, kv_dtype = resolve_dtypes(spec.model.dtype, spec.engine.kv_cache_dtype)
+    device = likely_kind(spec.engine.device)
+    dtype, kv_dtype = resolve_dtypes(spec.model.dtype, spec.engine.kv_cache_dtype, device)
     asked = spec.engine.deterministic
     return {
         "device": device,
@@ -147,7 +148,7 @@ def _plan(spec: JobSpec, found: Prepared, report: Report, sample: int | None) ->
     if len(report.faults) > before:
         # Every row would fail to render; there is nothing to count.
         report.raise_faults()
-    check_model(spec, found.source, report)
+    check_model(spec, found.source, report, here=False)
     folder = _folder(spec, found, report)
     longest = _max_model_len(spec, found, folder)
     pooling = find_pooling(spec, found.source)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from batchgen.engine.config import EngineConfig
+from batchgen.engine.device import Device
 from batchgen.engine.sizing import KV_DTYPE_NAMES
 from batchgen.models.dtypes import DTYPES
 from batchgen.models.layer_attention import LayerAttention
@@ -14,20 +13,22 @@ from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.registry import BackendError, Selection, check_device, select
 
 
-def check_attention(name: str) -> None:
-    """Whether the backend called `name` runs on this machine, whatever the model.
+def check_attention(name: str, device: Device) -> None:
+    """Whether the backend called `name` runs on the device, whatever the model.
 
     Raises:
         UsageError: it does not; says why.
     """
     try:
-        check_device(name, "cpu")
+        check_device(name, device.place)
     except BackendError as error:
         raise UsageError(f"engine.attention: {error}") from error
 
 
-def choose_backend(config: EngineConfig, layers: list[LayerAttention]) -> Selection:
-    """The backend that `config` asks for, or the fastest.
+def choose_backend(config: EngineConfig, layers: list[LayerAttention], device: Device) -> Selection:
+    """The backend that `config` asks for, or the fastest on the device.
+
+    Where the same bits in every batch are asked for it is made to give them, if it can be.
 
     Raises:
         UsageError: none can run these layers, or not with blocks of that size, or quantised products.
@@ -35,7 +36,14 @@ def choose_backend(config: EngineConfig, layers: list[LayerAttention]) -> Select
     specs = [layer.spec for layer in layers]
     dtype, kv_dtype = DTYPES[config.dtype], KV_DTYPE_NAMES[config.kv_cache_dtype]
     try:
-        chosen = select(config.attention, specs, torch.device("cpu"), dtype, kv_dtype)
+        chosen = select(
+            config.attention,
+            specs,
+            device.place,
+            dtype,
+            kv_dtype,
+            invariant=config.deterministic is True,
+        )
     except BackendError as error:
         raise UsageError(f"engine.attention: {error}") from error
     _check_products(chosen.backend, config.quantization)

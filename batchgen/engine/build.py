@@ -7,15 +7,17 @@ import importlib.metadata
 import platform
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 import batchgen
 from batchgen.core.scheduler import Scheduler, SchedulerConfig
+from batchgen.devices import CPU, CUDA
 from batchgen.engine.backend_choice import check_attention
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.core import EngineCore
+from batchgen.engine.device import Device, find_device
 from batchgen.engine.memory import MemoryPlan, default_threads
 from batchgen.engine.prepared import place_of, recall_start
 from batchgen.engine.ready import Ready, ready_by_memory
@@ -37,9 +39,24 @@ if TYPE_CHECKING:
     from batchgen.models.loader import LoadedModel
     from batchgen.models.prepared import PreparedModel
 
-CPU_BATCHED_TOKENS = 512
-CPU_SEQUENCES = 64
 BLOCK_SIZE = 16
+
+
+class Defaults(NamedTuple):
+    """Of settings that are left to the device: tokens of a step, and requests that run at once."""
+
+    batched_tokens: int
+    sequences: int
+
+
+DEFAULTS = {
+    CPU: Defaults(512, 64),
+    # 8,192 tokens of a model of 8 billion weights take a GPU some 0.2 s, behind which the host's work for a
+    # step disappears; 512 rows share one reading of the weights, which is most of what a decoding step does.
+    CUDA: Defaults(8192, 512),
+}
+# Attention whose bits do not depend on the batch keeps sums for each token and each 512 keys before it.
+INVARIANT_GPU = Defaults(2048, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +110,27 @@ def build_engine(
     """
     threads = config.num_threads or max(1, default_threads() // config.sharers)
     torch.set_num_threads(threads)
-    dtype, kv_dtype = resolve_dtypes(config.dtype, config.kv_cache_dtype)
+    device = find_device(config.device)
+    dtype, kv_dtype = resolve_dtypes(config.dtype, config.kv_cache_dtype, device.kind)
     check_kv_dtype(dtype, kv_dtype)
-    check_attention(config.attention)
+    check_attention(config.attention, device)
     check_quantization(config.quantization, dtype)
     tokenizer = tokenizer or load_tokenizer(config)
     if config.task not in ("auto", *Task):
         raise UsageError(f"task: {config.task!r} is not allowed; use auto, {', '.join(Task)}")
+    defaults = INVARIANT_GPU if device.is_gpu and config.deterministic is True else DEFAULTS[device.kind]
     config = dataclasses.replace(
         config,
+        device=device.kind,
         dtype=dtype,
         kv_cache_dtype=kv_dtype,
-        max_num_batched_tokens=config.max_num_batched_tokens or CPU_BATCHED_TOKENS,
-        max_num_seqs=config.max_num_seqs or CPU_SEQUENCES,
+        max_num_batched_tokens=config.max_num_batched_tokens or defaults.batched_tokens,
+        max_num_seqs=config.max_num_seqs or defaults.sequences,
         block_size=config.block_size or BLOCK_SIZE,
         num_threads=threads,
     )
-    promised = promise("cpu", dtype, kv_dtype, config.deterministic)
-    ready = _ready(config, promised, progress)
+    promised = promise(device.kind, dtype, kv_dtype, config.deterministic)
+    ready = _ready(config, promised, device, progress)
     memory = ready.memory
     core = EngineCore(
         ready.runner,
@@ -127,8 +147,9 @@ def build_engine(
         loaded=ready.model,
         config=config,
         pinned={"dtype": dtype, "kv_cache_dtype": kv_dtype, "max_model_len": memory.max_model_len},
-        facts=_facts(threads, ready),
+        facts=_facts(threads, ready, device),
         notes=[
+            *([device.note] if device.note else []),
             *memory.table(),
             *ready.notes,
             f"attention: {ready.backend.reason}",
@@ -138,7 +159,7 @@ def build_engine(
     )
 
 
-def _ready(config: EngineConfig, promised: Promise, progress: bool) -> Ready:
+def _ready(config: EngineConfig, promised: Promise, device: Device, progress: bool) -> Ready:
     """From what an earlier start has kept, else in full."""
     source = _source(config)
     place = place_of(config, source)
@@ -149,7 +170,7 @@ def _ready(config: EngineConfig, promised: Promise, progress: bool) -> Ready:
     # Loads transformers, which takes seconds.
     from batchgen.engine.first_start import first_start
 
-    return first_start(config, source, place, promised, progress=progress)
+    return first_start(config, source, place, promised, device, progress=progress)
 
 
 def _invariance_note(promised: Promise, config: EngineConfig, invariant: bool) -> str:
@@ -157,11 +178,12 @@ def _invariance_note(promised: Promise, config: EngineConfig, invariant: bool) -
         return f"batch-invariant: {SAME}"
     if promised.required:
         assert config.num_threads is not None
+        by = counted(config.num_threads, "thread") if config.device == CPU else config.device
         raise UsageError(
             "engine.deterministic: true asks that a row has the same bits in every batch, and the check at "
-            f"load found that this model has not, in {config.dtype} with "
-            f"{counted(config.num_threads, 'thread')} and engine.attention: {config.attention} on this "
-            "machine; use engine.deterministic: auto, or attention: auto with model.dtype: float32"
+            f"load found that this model has not, in {config.dtype} with {by} and engine.attention: "
+            f"{config.attention} on this machine; use engine.deterministic: auto, or attention: auto with "
+            f"model.dtype: float32{'' if config.device == CPU else ' on engine.device: cpu'}"
         )
     return f"not batch-invariant: {VARIES}"
 
@@ -178,13 +200,14 @@ def _scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConf
     )
 
 
-def _facts(threads: int, ready: Ready) -> dict[str, Any]:
+def _facts(threads: int, ready: Ready, device: Device) -> dict[str, Any]:
     return {
         "batchgen": batchgen.__version__,
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
         "python": platform.python_version(),
-        "device": "cpu",
+        "device": device.kind,
+        **dict(device.facts),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": threads,
         "attention": ready.backend.backend.name,

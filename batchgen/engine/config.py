@@ -17,7 +17,8 @@ class EngineConfig:
             `loglikelihood`, `perplexity`; such a model can embed too), none (`embed`), or one for classes
             (`classify`); `auto` goes by the architecture that the configuration names.
         allow_pickle: whether weights may be `.bin` files.
-        dtype: `auto` (float32 on the CPU), `float32`, `bfloat16` or `float16`.
+        device: `auto` (a GPU if there is one), `cpu` or `cuda`.
+        dtype: `auto` (bfloat16 on a GPU, float32 on the CPU), `float32`, `bfloat16` or `float16`.
         quantization: `int8` for products in int8, of a model in float32; None for none.
         max_model_len: longest prompt plus output, in tokens.
         attention: name of an attention backend, or `auto`.
@@ -40,6 +41,7 @@ class EngineConfig:
     revision: str | None = None
     task: str = "generate"
     allow_pickle: bool = False
+    device: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
     max_model_len: int | None = None

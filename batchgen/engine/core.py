@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from batchgen.core.scheduler import Scheduler, SchedulerOutput
@@ -22,6 +23,7 @@ from batchgen.engine.live_row import Decoding, LiveRow, live_row
 from batchgen.engine.reading import Labels, Reading, read_step, score_rows
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.step_budget import StepBudget
+from batchgen.sampling.on_device import draw
 from batchgen.sampling.operations import operations_of
 from batchgen.sampling.resolve import beyond_vocabulary
 from batchgen.sampling.sampler import SamplingRow, finite_rows, sample
@@ -196,7 +198,11 @@ class EngineCore:
 
     def _execute(self) -> tuple[SchedulerOutput, _Computed]:
         """Schedule, compute, sample and read one step; in smaller pieces where memory does not suffice."""
+        retried = False
         while True:
+            if retried:
+                # Behind the handler of what was raised, whose frames hold the step's tensors.
+                self.runner.give_back()
             planned = self.scheduler.schedule(self._budget.tokens)
             if self.on_step is not None:
                 self.on_step(list(dict.fromkeys(s.request.row for s in planned.scheduled)))
@@ -213,6 +219,7 @@ class EngineCore:
                     ids = [s.request.request_id for s in planned.scheduled]
                     raise StepFailed(ids, error) from error
                 self._budget.ran_out(planned.total_tokens)
+                retried = True
                 logger.warning("a step of %d tokens ran out of memory, halved", planned.total_tokens)
 
     def partials(self) -> list[tuple[int, int, int, list[int]]]:
@@ -253,6 +260,8 @@ class EngineCore:
         return read_step(planned, self.runner.hidden, self.runner.head, most_rows)
 
     def _sample(self, planned: SchedulerOutput, logits: torch.Tensor, readings: list[Reading]) -> _Computed:
+        if self.runner.device.is_gpu:
+            return self._sample_on_device(planned, logits, readings)
         samplers = [s for s in planned.scheduled if s.samples]
         finite = finite_rows(logits).tolist()
         healthy = [s for s, ok in zip(samplers, finite, strict=True) if ok]
@@ -261,6 +270,55 @@ class EngineCore:
         bad = [(s.request, s.request.num_tokens) for s, ok in zip(samplers, finite, strict=True) if not ok]
         bad += [(r.request, r.nonfinite) for r in readings if r.nonfinite is not None]
         return _Computed(self._draw(logits, [s.request for s in healthy]), readings, bad)
+
+    def _sample_on_device(
+        self, planned: SchedulerOutput, logits: torch.Tensor, readings: list[Reading]
+    ) -> _Computed:
+        """The same for logits on a GPU, for which the host waits once, and once more for scores of what was
+        drawn."""
+        requests = [s.request for s in planned.scheduled if s.samples]
+        bad = [(r.request, r.nonfinite) for r in readings if r.nonfinite is not None]
+        if not requests or not logits.numel():
+            return _Computed([(request, []) for request in requests], readings, bad)
+        source = [i for i, request in enumerate(requests) for _ in range(1 + request.num_forks)]
+        rows = [self._sampling_row(r, r.sample + i) for r in requests for i in range(1 + r.num_forks)]
+        forked = source if len(source) > len(requests) else None
+        tokens = draw(logits, rows, self.runner.transfer, forked).result()
+        scores = iter(self._scores_on_device(logits, source, rows, tokens))
+        found = zip(tokens, scores, strict=True)
+        computed = []
+        for request in requests:
+            own = list(itertools.islice(found, 1 + request.num_forks))
+            drawn = [(token, scored) for token, scored in own if token is not None]
+            if drawn:
+                computed.append((request, drawn))
+            else:
+                bad.append((request, request.num_tokens))
+        return _Computed(computed, readings, bad)
+
+    def _scores_on_device(
+        self,
+        logits: torch.Tensor,
+        source: list[int],
+        rows: list[SamplingRow],
+        tokens: list[int | RowError | None],
+    ) -> list[TokenScores | None]:
+        """Of each token, where they were asked for."""
+        scores: list[TokenScores | None] = [None] * len(rows)
+        wanted = [
+            (i, token, row.sampling.logprobs)
+            for i, (row, token) in enumerate(zip(rows, tokens, strict=True))
+            if row.sampling.logprobs is not None and isinstance(token, int)
+        ]
+        # As many rows at a time as there are, so that forks take no more memory than copies of these.
+        for start in range(0, len(wanted), len(logits)):
+            part = wanted[start : start + len(logits)]
+            (index,) = self.runner.transfer([np.array([source[i] for i, _, _ in part])])
+            top_k = max(top_k for _, _, top_k in part)
+            found = score_rows(logits[index], [token for _, token, _ in part], top_k)
+            for place, (i, _, own_top_k) in enumerate(part):
+                scores[i] = found.part(slice(place, place + 1), own_top_k)
+        return scores
 
     def _draw(self, logits: torch.Tensor, requests: list[Request]) -> list[tuple[Request, _Drawn]]:
         """Tokens for each request and its forks, from `(R, V)` logits of the R requests."""
@@ -320,7 +378,8 @@ class EngineCore:
         if request.task is Task.EMBED:
             output.embedding = reader.embedding()
         elif request.task is Task.CLASSIFY and self.labels is not None:
-            logits = self.runner.head(torch.from_numpy(reader.vector).unsqueeze(0))[0]
+            vector = torch.from_numpy(reader.vector).to(self.runner.device.place)
+            logits = self.runner.head(vector.unsqueeze(0))[0].cpu()
             output.classification = self.labels.classify(logits)
         return output
 

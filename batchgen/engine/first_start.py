@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from batchgen.engine.backend_choice import choose_backend
 from batchgen.engine.config import EngineConfig
+from batchgen.engine.device import Device
 from batchgen.engine.invariance import model_is_invariant
 from batchgen.engine.materials import Materials
 from batchgen.engine.prepared import Findings, Place, remember_start
@@ -34,7 +35,13 @@ if TYPE_CHECKING:
 
 
 def first_start(
-    config: EngineConfig, source: ModelSource, place: Place | None, promised: Promise, *, progress: bool
+    config: EngineConfig,
+    source: ModelSource,
+    place: Place | None,
+    promised: Promise,
+    device: Device,
+    *,
+    progress: bool,
 ) -> Ready:
     """Do everything that there is to do.
 
@@ -43,6 +50,7 @@ def first_start(
         source: the model.
         place: where to keep what makes later starts faster; None to keep nothing.
         promised: whether to look for a number of rows that makes rows independent.
+        device: where to compute.
         progress: whether transformers may show bars while it loads.
 
     Raises:
@@ -52,16 +60,22 @@ def first_start(
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     task = task_of(source.tokenizer_folder()) if config.task == "auto" else Task(config.task)
     refuse_config(load_config(source.tokenizer_folder()), task)
-    loaded = load_model(source.weights_folder(), config.dtype, allow_pickle=config.allow_pickle, task=task)
+    loaded = load_model(
+        source.weights_folder(),
+        config.dtype,
+        allow_pickle=config.allow_pickle,
+        task=task,
+        place=device.place,
+    )
     layers = probe_model(loaded.model)
-    backend = choose_backend(config, layers)
-    materials = Materials(config, loaded, layers, backend.backend)
+    backend = choose_backend(config, layers, device)
+    materials = Materials(config, loaded, layers, backend.backend, device)
     memory = materials.memory()
     rope_notes = pin_rope(loaded.model, memory.max_model_len)
     runner, row_multiple = materials.checked_runner(memory, invariant=promised.checked)
     invariant = (
         row_multiple is not None
-        and CAPABILITIES[backend.backend.name].batch_invariant
+        and _may_be_invariant(backend.backend.name, config)
         and model_is_invariant(runner, loaded.vocab_size, memory.num_blocks)
     )
     itemsize = KV_DTYPE_NAMES[config.kv_cache_dtype].itemsize
@@ -84,6 +98,12 @@ def first_start(
         failure = None if weights is None else remember_start(place, weights, findings)
         notes += [] if failure is None else [failure]
     return ready
+
+
+def _may_be_invariant(backend: str, config: EngineConfig) -> bool:
+    """Whether attention gives a row the same bits in every batch, as `choose_backend` has made it."""
+    capability = CAPABILITIES[backend]
+    return capability.batch_invariant or (config.deterministic is True and bool(capability.made_invariant))
 
 
 def _prepared(materials: Materials, runner: ModelRunner) -> PreparedWeights | None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
-from batchgen_kernels.metadata import AttentionMetadata
+from batchgen.engine.transfer import Array, Transfer
+from batchgen_kernels.metadata import AttentionMetadata, PackedSequences
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """One step as tensors; T and R are padded up to a multiple that keeps results batch-invariant.
+    """One step as tensors on its device; T and R are padded up to a multiple that keeps results
+    batch-invariant.
 
     Args:
         input_ids: `(1, T)` int64, padding rows hold token 0.
@@ -35,13 +38,14 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def pack_step(output: SchedulerOutput, block_size: int, row_multiple: int = 1) -> PackedStep:
+def pack_step(output: SchedulerOutput, block_size: int, row_multiple: int, transfer: Transfer) -> PackedStep:
     """Lay the scheduled tokens out one request after the other.
 
     Args:
         output: what the scheduler decided; not empty.
         block_size: tokens in a block.
         row_multiple: T and R are multiples of this.
+        transfer: to the device of the step.
     """
     scheduled = output.scheduled
     counts = [s.num_tokens for s in scheduled]
@@ -53,22 +57,30 @@ def pack_step(output: SchedulerOutput, block_size: int, row_multiple: int = 1) -
         rows = slice(end - s.num_tokens, end)
         ids[rows] = s.request.tokens(s.start, s.start + s.num_tokens)
         positions[rows] = np.arange(s.start, s.start + s.num_tokens)
+    sequences = _sequences(scheduled, block_size, padded)
+    arrays: list[Array] = [ids, positions, _logits_rows(scheduled, ends, row_multiple)]
+    for packed in sequences:
+        arrays += packed.arrays
+    input_ids, position_ids, logits_rows, *others = transfer(arrays)
+    each = len(others) // len(sequences)
     return PackedStep(
-        input_ids=torch.from_numpy(ids).unsqueeze(0),
-        position_ids=torch.from_numpy(positions).unsqueeze(0),
-        logits_rows=_logits_rows(scheduled, ends, row_multiple),
+        input_ids=input_ids.unsqueeze(0),
+        position_ids=position_ids.unsqueeze(0),
+        logits_rows=logits_rows,
         samplers=[s for s in scheduled if s.samples],
-        metadata=_metadata(scheduled, block_size, padded),
+        metadata=tuple(
+            packed.metadata(others[group * each : (group + 1) * each])
+            for group, packed in enumerate(sequences)
+        ),
     )
 
 
-def _metadata(
-    scheduled: list[ScheduledRequest], block_size: int, num_rows: int
-) -> tuple[AttentionMetadata, ...]:
+def _sequences(scheduled: list[ScheduledRequest], block_size: int, num_rows: int) -> list[PackedSequences]:
+    """One for each group of layers."""
     query_lens = [s.num_tokens for s in scheduled]
     seq_lens = [s.start + s.num_tokens for s in scheduled]
-    return tuple(
-        AttentionMetadata.build(
+    return [
+        PackedSequences.pack(
             query_lens=query_lens,
             seq_lens=seq_lens,
             block_tables=[
@@ -78,12 +90,14 @@ def _metadata(
             num_rows=num_rows,
         )
         for tables in zip(*(s.block_ids for s in scheduled), strict=True)
-    )
+    ]
 
 
-def _logits_rows(scheduled: list[ScheduledRequest], ends: np.ndarray, row_multiple: int) -> torch.Tensor:
+def _logits_rows(
+    scheduled: list[ScheduledRequest], ends: npt.NDArray[np.int64], row_multiple: int
+) -> npt.NDArray[np.int64]:
     last = ends[[s.samples for s in scheduled]].astype(np.int64) - 1
     if not len(last):
-        return torch.empty(0, dtype=torch.int64)
+        return last
     padding = round_up(len(last), row_multiple) - len(last)
-    return torch.from_numpy(np.concatenate([last, np.full(padding, last[0])]))
+    return np.concatenate([last, np.full(padding, last[0])])

@@ -73,7 +73,7 @@ def rows_are_independent(product: Product, multiple: int, max_rows: int) -> bool
     most = -(-max_rows // multiple)
     sizes = [multiple * k for k in {*CHECKED_MULTIPLES, most} if k <= most]
     weight = product.weight
-    x = torch.randn(max(sizes), weight.shape[1], generator=generator).to(weight.dtype)
+    x = torch.randn(max(sizes), weight.shape[1], generator=generator).to(weight)
     whole = product(x)
     for rows in sizes:
         for offset in {0, max(sizes) - rows}:
@@ -88,11 +88,11 @@ def activations_are_independent(modules: Iterable[torch.nn.Module], multiple: in
     generator = torch.Generator().manual_seed(0)
     seen: set[tuple[str, int]] = set()
     for parent, _, activation in activation_modules(modules):
-        for width, dtype in _inputs_of_activation(parent):
+        for width, like in _inputs_of_activation(parent).items():
             if (repr(activation), width) in seen:
                 continue
             seen.add((repr(activation), width))
-            x = torch.randn(max_rows, width, generator=generator).to(dtype)
+            x = torch.randn(max_rows, width, generator=generator).to(like)
             whole = activation(x)
             sizes = range(multiple, max_rows, multiple)
             if not all(torch.equal(activation(x[:n]), whole[:n]) for n in sizes):
@@ -100,13 +100,13 @@ def activations_are_independent(modules: Iterable[torch.nn.Module], multiple: in
     return True
 
 
-def _inputs_of_activation(parent: torch.nn.Module) -> set[tuple[int, torch.dtype]]:
-    """Widths that an activation beside these layers may meet."""
+def _inputs_of_activation(parent: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """Widths that an activation beside these layers may meet, and a tensor of the same dtype and device."""
     if hasattr(parent, "_is_expert_parallel"):
         *_, down = expert_weights(parent)
-        return {(down.shape[1], down.dtype)}
+        return {down.shape[1]: down}
     layers = [layer for layer in parent.children() if isinstance(layer, torch.nn.Linear)]
-    return {(layer.out_features, layer.weight.dtype) for layer in layers}
+    return {layer.out_features: layer.weight for layer in layers}
 
 
 def find_row_multiple(

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from batchgen.core.kv_layout import KVCacheLayout, plan_layout
 from batchgen.core.kv_spec import KVCacheSpec
+from batchgen.engine.device import HOST, Device
+from batchgen.engine.transfer import Transfer
 from batchgen.models.layer_attention import LayerAttention
 from batchgen_kernels.backend import AttentionBackend, KVCache
 
@@ -48,6 +51,7 @@ class KVMemory:
         kv_dtype: of the stored elements.
         num_blocks: blocks in the pool, the null block included.
         block_size: tokens in a block.
+        device: where the memory is.
     """
 
     def __init__(
@@ -59,8 +63,12 @@ class KVMemory:
         *,
         num_blocks: int,
         block_size: int,
+        device: Device = HOST,
     ) -> None:
-        self.buffers = [torch.zeros(num_blocks, size, dtype=torch.uint8) for size in layout.buffers]
+        self.buffers = [
+            torch.zeros(num_blocks, size, dtype=torch.uint8, device=device.place) for size in layout.buffers
+        ]
+        self._transfer = Transfer(device)
         self.caches: list[KVCache] = []
         for layer, spec, place in zip(layers, layout.specs, layout.places, strict=True):
             pages = self.buffers[place.buffer][:, place.offset : place.offset + spec.page_bytes]
@@ -69,7 +77,7 @@ class KVMemory:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) blocks of any group; all are read before any is written."""
         if copies:
-            sources, targets = torch.tensor(copies).unbind(1)
+            sources, targets = self._transfer(list(np.array(copies).T.copy()))
             for buffer in self.buffers:
                 buffer[targets] = buffer[sources]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from batchgen.engine.config import EngineConfig
+from batchgen.engine.device import Device
 from batchgen.engine.invariance import find_row_multiple
 from batchgen.engine.memory import MemoryPlan
 from batchgen.engine.output_check import EXACT, ROUNDED, check_difference, output_difference
@@ -50,6 +51,7 @@ class Materials(Sizing):
         loaded: the model; our own products and layers take the place of some of its parts.
         layers: what each layer's attention needs.
         backend: of attention.
+        device: where the model is.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class Materials(Sizing):
         loaded: LoadedModel,
         layers: list[LayerAttention],
         backend: AttentionBackend,
+        device: Device,
     ) -> None:
-        super().__init__(config, loaded, layers, backend)
+        super().__init__(config, loaded, layers, backend, device)
         self.loaded = loaded
         self.substitutes = self._substitutes()
 
@@ -131,7 +134,7 @@ class Materials(Sizing):
         model = self.loaded.model
         if self._rows_are_whole_vectors():
             return 1
-        if self.threads > 2:
+        if self.threads > 2 and not self.device.is_gpu:
             make_activations_rowwise(model)
         multiple = find_row_multiple(
             model,

@@ -15,8 +15,26 @@ from batchgen.core.kv_spec import KVCacheConfig
 from batchgen.grammar import agreeing, counted
 from batchgen.types import UsageError
 
-AUTO_SHARE = 0.25
-AUTO_LIMIT = 2 * 1024**3
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How much of what there is besides a step a cache gets when nobody says how large it is to be.
+
+    Args:
+        usual: as a share.
+        limit: in bytes.
+        most: as a share, where one sequence of the length that was asked for needs more than the usual.
+    """
+
+    usual: float
+    limit: int
+    most: float
+
+
+SOME = Share(0.25, 2 * 1024**3, 0.8)
+"""Of a host's memory, which others need too."""
+ALL = Share(1.0, 2**62, 1.0)
+"""Of a GPU's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +91,7 @@ class Budget:
         step: what the largest step needs.
         step_name: the largest step in words, for the table.
         scoring: what it needs more where its tokens are scored; 0 for a model that scores none.
+        share: of the rest, for the cache.
     """
 
     available: int
@@ -80,6 +99,7 @@ class Budget:
     step: int
     step_name: str
     scoring: int = 0
+    share: Share = SOME
 
     @property
     def needed(self) -> int:
@@ -214,9 +234,11 @@ def plan_memory(
         )
     wanted_len = max_model_len or context
     block_bytes = shape.layout.block_bytes
-    room = kv_cache_memory or min(int(budget.for_cache * AUTO_SHARE), AUTO_LIMIT)
+    share = budget.share
+    room = kv_cache_memory or min(int(budget.for_cache * share.usual), share.limit)
     if kv_cache_memory is None and max_model_len is not None:
-        room = min(max(room, (shape.blocks(wanted_len) + 1) * block_bytes), int(budget.for_cache * 0.8))
+        most = int(budget.for_cache * share.most)
+        room = min(max(room, (shape.blocks(wanted_len) + 1) * block_bytes), most)
     needed_for_all = (max_num_seqs * shape.blocks(wanted_len) + 1) * block_bytes
     num_blocks = (kv_cache_memory or min(room, needed_for_all)) // block_bytes
     longest = shape.longest(num_blocks - 1, wanted_len)

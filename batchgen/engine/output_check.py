@@ -94,8 +94,9 @@ def _whole(runner: ModelRunner, loaded: LoadedModel, ids: list[int]) -> torch.Te
     """Float32 hidden states `(len(ids), H)` by transformers' eager attention and masks."""
     loaded.model.set_attn_implementation("eager")
     try:
-        positions = torch.arange(len(ids)).unsqueeze(0)
-        runner.parts.forward(torch.tensor([ids]), positions, torch.tensor([0]))
+        place = runner.device.place
+        positions = torch.arange(len(ids), device=place).unsqueeze(0)
+        runner.parts.forward(torch.tensor([ids]).to(place), positions, torch.tensor([0]).to(place))
     finally:
         loaded.model.set_attn_implementation(ATTENTION_NAME)
     return runner.hidden.float()

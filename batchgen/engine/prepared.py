@@ -30,6 +30,7 @@ import torch
 import batchgen
 import batchgen_kernels
 from batchgen.cache import cache_dir, keep, key_of, recall
+from batchgen.devices import CPU
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.step_memory import StepMemory
 from batchgen.file_hash import hash_files
@@ -51,7 +52,7 @@ MOST_SHARE = 0.25
 """Of what is free or ours on the cache's disk that all packed weights may take."""
 UNUSED_SECONDS = 30 * 24 * 3600.0
 FINDINGS, WEIGHTS = "findings", "packed"
-_CODE = ("core", "engine", "models", "sampling", "promise.py", "types.py", "scores.py")
+_CODE = ("core", "engine", "models", "sampling", "devices.py", "promise.py", "types.py", "scores.py")
 _LIBRARIES = ("torch", "transformers", "numba", "llvmlite", "numpy", "safetensors", "gguf")
 _ENVIRONMENT = ("NUMBA_", "MKL_", "OMP_", "GOMP_", "KMP_", "ATEN_", "TORCH_", "DNNL_", "ONEDNN_")
 _WHERE_FROM = ("model", "tokenizer", "revision")
@@ -116,7 +117,7 @@ def place_of(config: EngineConfig, source: ModelSource) -> Place | None:
     Returns:
         None where starts are not remembered: models that are not computed by programs of ours.
     """
-    if config.dtype != "float32" or config.attention not in ("auto", "cpu"):
+    if config.device != CPU or config.dtype != "float32" or config.attention not in ("auto", "cpu"):
         return None
     with suppress(OSError, UsageError, ImportError):
         if sum(file.stat().st_size for file in source.weight_files()) < LEAST_BYTES / _MOST_DEFLATED:

@@ -53,24 +53,32 @@ def read_step(planned: SchedulerOutput, hidden: torch.Tensor, head: Head, most_r
         most_rows: most rows of logits that may lie in memory at once.
     """
     scored: list[tuple[Request, range, torch.Tensor]] = []
-    readings: list[Reading] = []
+    pooled: list[tuple[Request, range, torch.Tensor]] = []
     offset = 0
     for s in planned.scheduled:
         wanted = s.request.reads(s.start, s.start + s.num_tokens)
         if wanted:
             first = offset + wanted.start - s.start
             rows = hidden[first : first + len(wanted)]
-            if s.request.scoring is None:
-                readings.append(_pooled(s.request, wanted, rows))
-            else:
-                scored.append((s.request, wanted, rows))
+            (pooled if s.request.scoring is None else scored).append((s.request, wanted, rows))
         offset += s.num_tokens
-    return readings + _scored(scored, head, most_rows)
+    return _pooled(pooled) + _scored(scored, head, most_rows)
 
 
-def _pooled(request: Request, wanted: range, rows: torch.Tensor) -> Reading:
-    bad = _first_bad(torch.isfinite(rows).all(dim=-1), wanted)
-    return Reading(request, len(wanted), hidden=rows.float(), nonfinite=bad)
+def _pooled(wanted: list[tuple[Request, range, torch.Tensor]]) -> list[Reading]:
+    readings = []
+    states = _on_host([rows for _, _, rows in wanted])
+    for (request, positions, _), rows in zip(wanted, states, strict=True):
+        bad = _first_bad(torch.isfinite(rows).all(dim=-1), positions)
+        readings.append(Reading(request, len(positions), hidden=rows.float(), nonfinite=bad))
+    return readings
+
+
+def _on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows of each; from a device all come together, as each journey is waited for."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return tensors
+    return list(torch.split(torch.cat(tensors).cpu(), [len(rows) for rows in tensors]))
 
 
 def _scored(wanted: list[tuple[Request, range, torch.Tensor]], head: Head, most_rows: int) -> list[Reading]:
@@ -86,7 +94,7 @@ def _scored(wanted: list[tuple[Request, range, torch.Tensor]], head: Head, most_
         logits = head(hidden[piece])
         finite.append(torch.isfinite(logits).all(dim=-1))
         scores.extend(score_rows(logits, targets[piece], top_k))
-    whole, readings, offset = torch.cat(finite), [], 0
+    whole, readings, offset = torch.cat(finite).cpu(), [], 0
     for request, positions, _ in wanted:
         own = slice(offset, offset + len(positions))
         bad = _first_bad(whole[own], positions)
@@ -117,7 +125,7 @@ def score_rows(logits: torch.Tensor, targets: Sequence[int], top_k: int = 0) -> 
         targets: R token ids.
         top_k: how many of the likeliest tokens to keep beside it.
     """
-    wanted = torch.tensor(targets, device=logits.device).unsqueeze(1)
+    wanted = torch.tensor(targets).to(logits.device).unsqueeze(1)
     logprobs = torch.log_softmax(logits, dim=-1)
     own = logits.gather(1, wanted)
     # By logits, not logprobs: rounding must not make the token that greedy decoding takes a tie.
@@ -136,12 +144,40 @@ def _likeliest(
 ) -> Iterator[tuple[TokenLogprob, ...]]:
     # A stable sort of all is slow and `topk` settles ties at random, so ties at the border are settled here.
     top_k = min(top_k, logits.shape[1])
+    if logits.device.type != "cpu":
+        yield from _likeliest_at_once(logits, logprobs, top_k)
+        return
     border = torch.topk(logits, top_k, dim=-1).values[:, -1:]
     for row, row_logprobs, lowest in zip(logits, logprobs, border, strict=True):
         ids = torch.nonzero(row >= lowest).flatten()
         ids = ids[torch.sort(row[ids], descending=True, stable=True).indices[:top_k]]
         pairs = zip(ids.tolist(), row_logprobs[ids].tolist(), strict=True)
         yield tuple(TokenLogprob(token, logprob, rank) for rank, (token, logprob) in enumerate(pairs, 1))
+
+
+def _likeliest_at_once(
+    logits: torch.Tensor, logprobs: torch.Tensor, top_k: int
+) -> Iterator[tuple[TokenLogprob, ...]]:
+    """The same where looking at a row means waiting for a device."""
+    ids = _ranked(logits, top_k)
+    chosen = logprobs.gather(1, ids).cpu().tolist()
+    for row_ids, row_logprobs in zip(ids.cpu().tolist(), chosen, strict=True):
+        pairs = zip(row_ids, row_logprobs, strict=True)
+        yield tuple(TokenLogprob(token, logprob, rank) for rank, (token, logprob) in enumerate(pairs, 1))
+
+
+def _ranked(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """`(R, top_k)` token ids of `(R, V)` float32 logits, the likeliest first, of equal ones the lowest id.
+
+    By whole numbers of 64 bits, no two of which are equal: the upper half are the bits of a logit, turned so
+    that they are ordered as the logits are, the lower half counts token ids downwards.
+    """
+    # Adding 0 makes -0 the 0 that it is equal to.
+    bits = (logits + 0.0).view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    width = logits.shape[1]
+    keys = ordered * 2**32 + torch.arange(width - 1, -1, -1, device=logits.device)
+    return width - 1 - (torch.topk(keys, top_k, dim=-1).values & 0xFFFFFFFF)
 
 
 class Reader:

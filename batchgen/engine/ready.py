@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.engine.backend_choice import choose_backend
 from batchgen.engine.config import EngineConfig
+from batchgen.engine.device import HOST
 from batchgen.engine.memory import MemoryPlan
 from batchgen.engine.prepared import Known
 from batchgen.engine.reading import Labels
@@ -62,7 +63,7 @@ def ready_by_memory(config: EngineConfig, known: Known) -> Ready | None:
         UsageError: the model cannot run as asked; says why.
     """
     weights, findings = known.model.weights, known.findings
-    backend = choose_backend(config, weights.layers)
+    backend = choose_backend(config, weights.layers, HOST)
     sizing = _KnownSizing(config, known, backend)
     memory = sizing.memory()
     if not has_room_for_checks(memory.kv_config, memory.max_model_len):
@@ -84,7 +85,7 @@ class _KnownSizing(Sizing):
 
     def __init__(self, config: EngineConfig, known: Known, backend: Selection) -> None:
         weights = known.model.weights
-        super().__init__(config, known.model, weights.layers, backend.backend, known.findings.step)
+        super().__init__(config, known.model, weights.layers, backend.backend, HOST, known.findings.step)
         self._decoder = weights.decoder
         self._memory = known.model.memory
 

@@ -13,8 +13,10 @@ import torch
 
 from batchgen.core.kv_layout import KVCacheLayout
 from batchgen.core.scheduler import SchedulerOutput
+from batchgen.engine.device import HOST, Device
 from batchgen.engine.inputs import PackedStep, pack_step, round_up
 from batchgen.engine.kv_memory import KVMemory
+from batchgen.engine.transfer import Transfer
 from batchgen.models.forward_context import forward_context
 from batchgen.models.layer_attention import LayerAttention
 from batchgen_kernels.backend import AttentionBackend
@@ -69,6 +71,7 @@ class ModelRunner:
         num_blocks: blocks in the pool, the null block included.
         block_size: tokens in a block.
         row_multiple: forward passes are padded to a multiple of this many rows.
+        device: where all of this is.
         decoder: the weights of the layers, where they run as one program.
         max_rows: for which such a program keeps memory; longer steps take more.
     """
@@ -84,6 +87,7 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         row_multiple: int,
+        device: Device = HOST,
         decoder: DecoderWeights | None = None,
         max_rows: int = 0,
     ) -> None:
@@ -93,7 +97,11 @@ class ModelRunner:
         self.block_size = block_size
         self.row_multiple = row_multiple
         self.layout = layout
-        self.kv = KVMemory(layout, layers, backend, kv_dtype, num_blocks=num_blocks, block_size=block_size)
+        self.device = device
+        self.transfer = Transfer(device)
+        self.kv = KVMemory(
+            layout, layers, backend, kv_dtype, num_blocks=num_blocks, block_size=block_size, device=device
+        )
         self.program = None if decoder is None else self._program(decoder, max_rows)
 
     def _program(self, decoder: DecoderWeights, max_rows: int) -> DecoderProgram:
@@ -111,10 +119,11 @@ class ModelRunner:
         """Compute the scheduled tokens.
 
         Returns:
-            `(R, vocab)` float32 logits, a row for each scheduled request with `samples`, in order.
+            `(R, vocab)` float32 logits on the device, a row for each scheduled request with `samples`, in
+            order.
         """
         self.kv.copy_blocks(output.copies)
-        return self.forward(pack_step(output, self.block_size, self.row_multiple))
+        return self.forward(pack_step(output, self.block_size, self.row_multiple, self.transfer))
 
     @torch.inference_mode()
     def forward(self, step: PackedStep) -> torch.Tensor:
@@ -135,8 +144,14 @@ class ModelRunner:
         padded = torch.cat([hidden, hidden[:1].expand(missing, -1)]) if missing else hidden
         return self.parts.head(padded)[: len(hidden)].float()
 
+    def give_back(self) -> None:
+        """Return what the device's allocator keeps and nobody uses."""
+        if self.device.memory is not None:
+            self.device.memory.give_back()
+
     def close(self) -> None:
         """Give the memory of the KV cache back, and that of the weights if nobody else holds the model."""
         self.program = None
         self.kv.close()
         self.parts.close()
+        self.give_back()

@@ -9,8 +9,10 @@ import torch
 
 from batchgen.core.kv_layout import KVCacheLayout
 from batchgen.engine.config import EngineConfig
+from batchgen.engine.device import Device
+from batchgen.engine.device_step import run_largest_step
 from batchgen.engine.kv_memory import plan_kv_layout
-from batchgen.engine.memory import Budget, CacheShape, MemoryPlan, available_memory, plan_memory
+from batchgen.engine.memory import ALL, SOME, Budget, CacheShape, MemoryPlan, available_memory, plan_memory
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.step_memory import SCRATCH_BLOCKS, StepMemory, largest_step
 from batchgen.grammar import counted
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from batchgen.models.prepared import PreparedModel
     from batchgen_kernels.cpu.decoder import DecoderWeights
 
+GPU_SHARE = 0.92
+"""Of a GPU's free memory that an engine takes: the rest is for code that is loaded while it runs, for what
+the allocator loses between tensors of different steps, and for who shares the GPU."""
 KV_DTYPE_NAMES = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _WITHOUT_LOGITS = frozenset({Task.EMBED, Task.CLASSIFY})
 """Tasks for which a model is loaded without what makes logits of tokens."""
@@ -38,6 +43,7 @@ class Sizing(ABC):
         loaded: the model.
         layers: what each layer's attention needs.
         backend: of attention.
+        device: where everything is.
         step: the memory of the largest step; None: it is measured.
     """
 
@@ -47,6 +53,7 @@ class Sizing(ABC):
         loaded: LoadedModel | PreparedModel,
         layers: list[LayerAttention],
         backend: AttentionBackend,
+        device: Device,
         step: StepMemory | None = None,
     ) -> None:
         assert config.max_num_batched_tokens is not None
@@ -61,6 +68,7 @@ class Sizing(ABC):
         self._config = config
         self._model = loaded
         self._backend = backend
+        self.device = device
         self._kv_dtype = KV_DTYPE_NAMES[config.kv_cache_dtype]
 
     @property
@@ -104,25 +112,39 @@ class Sizing(ABC):
 
     def _budget(self, layout: KVCacheLayout) -> Budget:
         step = self.step = self.step or self._measured(layout)
-        kept = self.kept()
-        # Pages of a mapped file count as memory that can be had, but weights are needed in every step.
-        available = max(0, available_memory() - mapped_bytes(kept))
+        kept, memory = self.kept(), self.device.memory
+        if memory is not None:
+            available, share = int(memory.free() * GPU_SHARE), ALL
+        else:
+            # Pages of a mapped file count as memory that can be had, but weights are needed in every step.
+            available, share = max(0, available_memory() - mapped_bytes(kept)), SOME
         return Budget(
             available=available // self._config.sharers,
             weights=weight_bytes(kept),
             step=step.step,
             scoring=step.scoring,
             step_name=f"{counted(self.max_tokens, 'token')}, {self.max_seqs:,} sampled",
+            share=share,
         )
 
     def _measured(self, layout: KVCacheLayout) -> StepMemory:
+        memory, scores = self.device.memory, self._model.task not in _WITHOUT_LOGITS
         scratch = self.runner(layout, SCRATCH_BLOCKS, row_multiple=1)
-        step = largest_step(
-            scratch,
-            tokens=self.max_tokens,
-            sampled=self.max_seqs,
-            scores=self._model.task not in _WITHOUT_LOGITS,
-        )
+        if memory is None:
+            step = largest_step(scratch, tokens=self.max_tokens, sampled=self.max_seqs, scores=scores)
+        else:
+            # Otherwise a step takes no more for a long context than for a short one.
+            whole = self._config.deterministic is True
+            longest = (self._config.max_model_len or self._model.context) if whole else 0
+            step = run_largest_step(
+                scratch,
+                memory,
+                tokens=self.max_tokens,
+                sampled=self.max_seqs,
+                longest=longest,
+                vocab_size=self._model.vocab_size,
+                scores=scores,
+            )
         scratch.close()
         return step
 
@@ -137,6 +159,7 @@ class Sizing(ABC):
             num_blocks=num_blocks,
             block_size=self._block_size,
             row_multiple=row_multiple,
+            device=self.device,
             decoder=self.decoder,
             max_rows=self.max_tokens,
         )

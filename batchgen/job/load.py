@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from batchgen.data.where_syntax import parse as parse_where
+from batchgen.devices import likely_kind
 from batchgen.job.document import Document
 from batchgen.job.faults import JobFileError, KeyPath, dotted, raise_faults, show_value
 from batchgen.job.include import INCLUDE, expand_shorthands, read_layers
@@ -311,7 +312,7 @@ def _check_across(document: Document, sections: dict[str, Section | None], task:
 def _check_dtypes(document: Document, model: Section | None, engine: Section | None) -> None:
     if not (isinstance(model, ModelSpec) and isinstance(engine, EngineSpec)):
         return
-    dtype, kv_dtype = resolve_dtypes(model.dtype, engine.kv_cache_dtype)
+    dtype, kv_dtype = resolve_dtypes(model.dtype, engine.kv_cache_dtype, likely_kind(engine.device))
     try:
         check_quantization(model.quantization, dtype)
     except UsageError as error:

@@ -21,7 +21,7 @@ def worker_config(spec: JobSpec, prompt: PromptSpec, commit: str | None = None) 
         prompt: its prompt section, bound to the input's columns.
         commit: what the model's revision was resolved to.
     """
-    engine = spec.engine.model_dump(mode="json", exclude={"device"})
+    engine = spec.engine.model_dump(mode="json")
     for key in ("max_num_batched_tokens", "max_num_seqs", "block_size", "kv_cache_memory"):
         engine[key] = None if engine[key] == "auto" else engine[key]
     asked = {*spec.output.include, *(["reasoning"] if spec.sampling.reasoning is not None else [])}

@@ -22,13 +22,17 @@ def mapped_bytes(modules: Iterable[torch.nn.Module]) -> int:
         i = bisect_right(starts, address) - 1
         return i >= 0 and address < files[i][1]
 
-    return sum(size for address, size in _storages(modules) if is_mapped(address))
+    return sum(size for address, size in _storages(modules, "cpu") if is_mapped(address))
 
 
-def _storages(modules: Iterable[torch.nn.Module]) -> set[tuple[int, int]]:
-    """(address, bytes) of each tensor once."""
+def _storages(modules: Iterable[torch.nn.Module], place: str | None = None) -> set[tuple[int, int]]:
+    """(address, bytes) of each tensor once, those on one kind of device or all that have numbers."""
     tensors = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
-    return {(t.data_ptr(), t.nbytes) for t in tensors if t.device.type == "cpu"}
+    return {
+        (t.data_ptr(), t.nbytes)
+        for t in tensors
+        if (t.device.type == place if place else t.device.type != "meta")
+    }
 
 
 def _file_mappings() -> list[tuple[int, int]]:

@@ -36,6 +36,7 @@ _LOADERS: dict[Task, Any] = {
     Task.EMBED: AutoModel,
     Task.CLASSIFY: AutoModelForSequenceClassification,
 }
+_HOST = torch.device("cpu")
 logger = logging.getLogger(__name__)
 
 
@@ -137,9 +138,14 @@ def task_of(folder: Path) -> Task:
 
 
 def load_model(
-    folder: Path, dtype: str = "float32", *, allow_pickle: bool = False, task: Task = Task.GENERATE
+    folder: Path,
+    dtype: str = "float32",
+    *,
+    allow_pickle: bool = False,
+    task: Task = Task.GENERATE,
+    place: torch.device = _HOST,
 ) -> LoadedModel:
-    """Load weights for inference on the CPU, or make them where the configuration is a dummy's.
+    """Load weights for inference, or make them where the configuration is a dummy's.
 
     Args:
         folder: as `ModelSource.weights_folder` gives it.
@@ -147,6 +153,7 @@ def load_model(
         allow_pickle: load `.bin` files where there are no safetensors; only tensors are read of them.
         task: `embed` leaves the head out, `classify` wants one for sequence classification, and all others
             one for the next token.
+        place: the device that gets the weights, which go there one by one from mapped files.
 
     Raises:
         UsageError: no safetensors weights, weights that do not belong to the configuration, or no
@@ -156,7 +163,7 @@ def load_model(
     config = load_config(folder)
     kind = _LOADERS.get(task, AutoModelForCausalLM)
     if hasattr(config, SEED):
-        return _made(kind, config, folder, DTYPES[dtype], task)
+        return _made(kind, config, folder, DTYPES[dtype], task, place)
     try:
         loaded: Any = kind.from_pretrained(
             folder,
@@ -187,16 +194,18 @@ def load_model(
         )
     if info["unexpected_keys"]:
         logger.warning("%d weights of %s are not used by the model", len(info["unexpected_keys"]), folder)
-    model.eval()
+    model.eval().to(place)
     # A model without a next-token head has none.
     generation_config = getattr(model, "generation_config", None) or GenerationConfig()  # type: ignore[no-untyped-call]
     return LoadedModel(model, generation_config, DTYPES[dtype], task)
 
 
-def _made(kind: Any, config: PretrainedConfig, folder: Path, dtype: torch.dtype, task: Task) -> LoadedModel:
+def _made(
+    kind: Any, config: PretrainedConfig, folder: Path, dtype: torch.dtype, task: Task, place: torch.device
+) -> LoadedModel:
     """A dummy of the given kind."""
     try:
-        model = make_model(kind, config, getattr(config, SEED), dtype, torch.device("cpu"), ATTENTION_NAME)
+        model = make_model(kind, config, getattr(config, SEED), dtype, place, ATTENTION_NAME)
     except (ValueError, RuntimeError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UsageError(

@@ -32,14 +32,19 @@ class OwnMaskError(ValueError):
 
 
 class SeenMasks:
-    """The masks that a model builds in one forward pass, with their rules."""
+    """The masks that a model builds in one forward pass, with their rules.
 
-    def __init__(self) -> None:
+    Args:
+        place: the model's device, where its masks are.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
         self._built: list[tuple[torch.Tensor, MaskRule]] = []
 
     def build(self, *, q_length: int, kv_length: int, mask_function: MaskRule, **_: Any) -> torch.Tensor:
         """transformers' mask interface: a mask that lets everybody see, `(1, 1, q_length, kv_length)`."""
-        mask = torch.zeros(1, 1, q_length, kv_length)
+        mask = torch.zeros(1, 1, q_length, kv_length, device=self._place)
         self._built.append((mask, mask_function))
         return mask
 
@@ -52,27 +57,28 @@ class SeenMasks:
         for built, rule in self._built:
             # A model may have sliced or expanded it.
             if built.data_ptr() == mask.data_ptr():
-                return _window_of(rule)
+                return _window_of(rule, self._place)
         raise OwnMaskError("builds an attention mask of its own")
 
 
-def _window_of(rule: MaskRule) -> int | None:
-    last = _row(rule, HORIZON - 1)
+def _window_of(rule: MaskRule, place: torch.device) -> int | None:
+    last = _row(rule, HORIZON - 1, place)
     seen = int(last.sum())
     window = None if seen == HORIZON else seen
     edge = window or 1
     for query in {0, 1, edge - 1, edge, edge + 1, 2 * edge, HORIZON // 3, HORIZON - 1}:
-        keys = torch.arange(HORIZON)
+        keys = torch.arange(HORIZON, device=place)
         expected = (keys <= query) & (keys > query - (window or HORIZON))
-        if query < HORIZON and not torch.equal(_row(rule, query), expected):
+        if query < HORIZON and not torch.equal(_row(rule, query, place), expected):
             raise OwnMaskError("has a mask that is neither causal nor causal within a window")
     return window
 
 
-def _row(rule: MaskRule, query: int) -> torch.Tensor:
+def _row(rule: MaskRule, query: int, place: torch.device) -> torch.Tensor:
     """Bool `(HORIZON,)`: the keys that a query sees."""
-    zeros, keys = torch.zeros(HORIZON, dtype=torch.int64), torch.arange(HORIZON)
-    return rule(zeros, zeros, torch.full((HORIZON,), query), keys).expand(HORIZON)
+    keys = torch.arange(HORIZON, device=place)
+    zeros = torch.zeros_like(keys)
+    return rule(zeros, zeros, torch.full_like(keys, query), keys).expand(HORIZON)
 
 
 def _attention(
@@ -89,7 +95,7 @@ def _attention(
 @contextmanager
 def seen_masks(model: PreTrainedModel) -> Iterator[SeenMasks]:
     """Let `model` build masks while this lasts; attention contexts get each layer's as `mask`."""
-    masks = SeenMasks()
+    masks = SeenMasks(model.device)
     AttentionInterface.register(PROBE_NAME, _attention)
     AttentionMaskInterface.register(PROBE_NAME, masks.build)
     try:

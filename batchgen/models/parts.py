@@ -66,7 +66,7 @@ class ModelParts:
             logits: torch.Tensor = result.logits[0]
             return logits
         self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        return torch.empty(0, 0)
+        return torch.empty(0, 0, device=input_ids.device)
 
     @property
     def read_bytes(self) -> int:
@@ -135,8 +135,10 @@ class ModelParts:
                 f"task: {name} has no head `score` on its last token; classify with another model"
             )
         pad = self._model.config.get_text_config().pad_token_id
-        ids = torch.tensor([[i for i in range(_CHECKED_TOKENS + 1) if i != pad][:_CHECKED_TOKENS]])
-        positions = torch.arange(_CHECKED_TOKENS).unsqueeze(0)
+        positions = torch.arange(_CHECKED_TOKENS, device=self._model.device).unsqueeze(0)
+        ids = torch.tensor([[i for i in range(_CHECKED_TOKENS + 1) if i != pad][:_CHECKED_TOKENS]]).to(
+            positions
+        )
         with torch.inference_mode(), forward_context(_NoAttention()):
             theirs = self._model(input_ids=ids, position_ids=positions, use_cache=False)
             ours = self.head(self.hidden[-1:])

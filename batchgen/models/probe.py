@@ -109,7 +109,7 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _one_row_of_logits(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The argument that asks for few logits, of a model that makes next-token logits."""
     takes = inspect.signature(model.forward).parameters
-    return {"logits_to_keep": torch.tensor([0])} if "logits_to_keep" in takes else {}
+    return {"logits_to_keep": torch.tensor([0], device=model.device)} if "logits_to_keep" in takes else {}
 
 
 def probe_model(model: PreTrainedModel) -> list[LayerAttention]:
@@ -122,8 +122,8 @@ def probe_model(model: PreTrainedModel) -> list[LayerAttention]:
         UsageError: the model cannot run on the paged cache; says why.
     """
     config = model.config.get_text_config()
-    ids = torch.arange(PROBE_TOKENS).unsqueeze(0) % config.vocab_size
-    positions = torch.arange(PROBE_TOKENS).unsqueeze(0)
+    positions = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
+    ids = positions % config.vocab_size
     with seen_masks(model) as masks:
         recorder = _Recorder(masks)
         try:

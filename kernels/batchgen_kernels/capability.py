@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ class Capability:
         block_size_multiple: block sizes are multiples of this.
         max_head_size: largest head_size and v_head_size.
         batch_invariant: a row's output has the same bits whatever shares its step.
+        made_invariant: arguments of the implementation with which it has.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Capability:
     block_size_multiple: int = 1
     max_head_size: int = 1024
     batch_invariant: bool = False
+    made_invariant: Mapping[str, Any] = field(default_factory=dict)
 
     def refusal(
         self,
@@ -105,6 +108,12 @@ lacks range or precision that the other has.
 """
 
 
+FIXED_SPLIT = 512
+"""Keys of a split of Triton's attention where bits must not depend on the batch: 8 of its largest tiles of
+keys, so that writing and reading a split's sums is little beside its keys, and a sequence of 8k keys is 16
+programs."""
+
+
 def _triton(interpreted: bool) -> Capability:
     """On a GPU; on the processor only by triton's interpreter, which gets bfloat16 wrong."""
     floats = {torch.float32, torch.float16} | (set() if interpreted else {torch.bfloat16})
@@ -117,6 +126,7 @@ def _triton(interpreted: bool) -> Capability:
         requires=("triton",),
         block_size_multiple=16,
         max_head_size=256,
+        made_invariant={"fixed_split": FIXED_SPLIT},
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -30,6 +31,8 @@ class AttentionMetadata:
         slot_mapping: int64 [T]; block_id * block_size + offset where a row's key and value go; -1 is nowhere.
         num_tokens: rows that are not padding.
         block_size: positions in one block.
+        max_query_len: most rows of a sequence, for kernels that must know it on the host.
+        max_seq_len: most keys of a sequence.
     """
 
     query_start_loc: torch.Tensor
@@ -38,6 +41,8 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     num_tokens: int
     block_size: int
+    max_query_len: int
+    max_seq_len: int
 
     @property
     def num_rows(self) -> int:
@@ -81,6 +86,34 @@ class AttentionMetadata:
         device: torch.device | str = "cpu",
     ) -> AttentionMetadata:
         """Pack sequences given as Python lists; `num_rows` pads the step to that many rows."""
+        packed = PackedSequences.pack(query_lens, seq_lens, block_tables, block_size, num_rows=num_rows)
+        return packed.metadata([torch.from_numpy(array).to(device) for array in packed.arrays])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSequences:
+    """What `AttentionMetadata` is made of, on the host. Arguments as there."""
+
+    query_start_loc: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    block_table: npt.NDArray[np.int32]
+    slot_mapping: npt.NDArray[np.int64]
+    num_tokens: int
+    block_size: int
+    max_query_len: int
+    max_seq_len: int
+
+    @classmethod
+    def pack(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        block_size: int,
+        *,
+        num_rows: int | None = None,
+    ) -> PackedSequences:
+        """Pack sequences given as Python lists; `num_rows` pads the step to that many rows."""
         starts = np.concatenate([[0], np.cumsum(query_lens, dtype=np.int64)])
         num_tokens = int(starts[-1])
         table = np.zeros((len(seq_lens), max(map(len, block_tables), default=0)), dtype=np.int32)
@@ -92,12 +125,33 @@ class AttentionMetadata:
         blocks = table[seq, position // block_size].astype(np.int64)
         slots[:num_tokens] = blocks * block_size + position % block_size
         return cls(
-            query_start_loc=torch.from_numpy(starts.astype(np.int32)).to(device),
-            seq_lens=torch.tensor(list(seq_lens), dtype=torch.int32, device=device),
-            block_table=torch.from_numpy(table).to(device),
-            slot_mapping=torch.from_numpy(slots).to(device),
+            query_start_loc=starts.astype(np.int32),
+            seq_lens=np.asarray(seq_lens, dtype=np.int32),
+            block_table=table,
+            slot_mapping=slots,
             num_tokens=num_tokens,
             block_size=block_size,
+            max_query_len=max(query_lens, default=0),
+            max_seq_len=max(seq_lens, default=0),
+        )
+
+    @property
+    def arrays(self) -> list[npt.NDArray[np.int32] | npt.NDArray[np.int64]]:
+        """Those that belong on the device, in the order in which `metadata` takes them."""
+        return [self.query_start_loc, self.seq_lens, self.block_table, self.slot_mapping]
+
+    def metadata(self, tensors: Sequence[torch.Tensor]) -> AttentionMetadata:
+        """With `arrays` as tensors on the device."""
+        query_start_loc, seq_lens, block_table, slot_mapping = tensors
+        return AttentionMetadata(
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            num_tokens=self.num_tokens,
+            block_size=self.block_size,
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
         )
 
 

@@ -30,10 +30,13 @@ def select(
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
+    *,
+    invariant: bool = False,
 ) -> Selection:
     """The backend called `name`, or for "auto" the first of the capability table that can run all `specs`.
 
     `dtype` is what the model computes in, `kv_dtype` what keys and values are stored as; None for `dtype`.
+    With `invariant` a backend that can be made to is made so that a row's bits do not depend on its batch.
 
     Raises:
         BackendError: the name is unknown, or the backend refuses one of the specs.
@@ -46,13 +49,13 @@ def select(
         return next(filter(None, refusals), None)
 
     if name != "auto":
-        return _select_named(name, refusal_of)
+        return _select_named(name, refusal_of, invariant)
     refusals: list[str] = []
     for capability in CAPABILITIES.values():
         refusal = refusal_of(capability)
         if refusal is None:
             why = "; ".join(refusals) or f"the fastest that runs this model on {device.type}"
-            return Selection(_load(capability), f"{capability.name}: {why}")
+            return Selection(_load(capability, invariant), f"{capability.name}: {why}")
         refusals.append(refusal)
     raise BackendError(f"no attention backend can run this model: {'; '.join(refusals)}")
 
@@ -67,8 +70,8 @@ def check_device(name: str, device: torch.device | str) -> None:
         _permit(name, lambda capability: capability.absence(torch.device(device)))
 
 
-def _select_named(name: str, refusal_of: Callable[[Capability], str | None]) -> Selection:
-    return Selection(_load(_permit(name, refusal_of)), f"{name}: asked for by name")
+def _select_named(name: str, refusal_of: Callable[[Capability], str | None], invariant: bool) -> Selection:
+    return Selection(_load(_permit(name, refusal_of), invariant), f"{name}: asked for by name")
 
 
 def _permit(name: str, refusal_of: Callable[[Capability], str | None]) -> Capability:
@@ -82,7 +85,8 @@ def _permit(name: str, refusal_of: Callable[[Capability], str | None]) -> Capabi
     return capability
 
 
-def _load(capability: Capability) -> AttentionBackend:
+def _load(capability: Capability, invariant: bool) -> AttentionBackend:
     module, _, attribute = capability.target.partition(":")
-    backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()
+    options = capability.made_invariant if invariant else {}
+    backend: AttentionBackend = getattr(importlib.import_module(module), attribute)(**options)
     return backend

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from batchgen.cli.main import main
 from batchgen.types import UsageError
@@ -298,8 +299,8 @@ def test_products_in_int8_are_for_float32(write_job: Write, capsys: Captured) ->
     settings = ("--set", "model.quantization=int8", "--set", "model.dtype=bf16")
     assert main(["validate", job, *settings]) == 2
     assert (
-        "model.quantization: int8 is for a model in float32, not in bfloat16; use model.dtype: auto or "
-        "float32, or leave model.quantization out"
+        "model.quantization: int8 is for a model in float32 on a processor, not in bfloat16; use "
+        "model.dtype: float32 and engine.device: cpu, or leave model.quantization out"
     ) in capsys.readouterr().err
     assert main(["validate", job, "--set", "model.quantization=int4"]) == 2
     assert "model.quantization" in capsys.readouterr().err
@@ -323,6 +324,18 @@ def test_an_attention_backend_of_another_device(write_job: Write, capsys: Captur
         "use 'auto' or another backend"
     )
     assert main(["validate", job, "--set", "engine.attention=reference"]) == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_where_there_is_none(write_job: Write, capsys: Captured) -> None:
+    job = write_job("engine: {device: cuda}\n")
+    for verb in ("validate", "run"):
+        assert main([verb, job]) == 2
+        assert capsys.readouterr().err.startswith(
+            "batchgen: job.yaml:4:18: engine.device: cuda cannot be had here: torch "
+        )
+    assert main(["plan", job, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bits"]["dtype"] == "bfloat16"
 
 
 def test_a_pooling_that_is_not_there(write_job: Write, capsys: Captured) -> None:

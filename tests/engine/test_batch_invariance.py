@@ -104,7 +104,7 @@ def test_what_cannot_be_kept_is_refused_if_it_was_asked_for(
 
 
 def test_every_combination_has_one_promise() -> None:
-    for settings in itertools.product(["cpu"], STORED[:3], STORED, ["auto", True, False]):
+    for settings in itertools.product(["cpu", "cuda"], STORED[:3], STORED, ["auto", True, False]):
         (line,) = [line for line in PROMISES if line.fits(*settings)]
         assert promise(*settings) is line
         assert line.checked or not line.required

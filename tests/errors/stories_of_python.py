@@ -131,6 +131,7 @@ def tasks_in_this_process(stage: Stage) -> None:
     save_tiny_llama(Path("tiny"))
     small: dict[str, Any] = {"attention": "reference", "max_model_len": 64, "kv_cache_memory": 1 << 20}
     stage.python(UsageError, lambda: bg.LLM("tiny", task="sing", **small))
+    stage.python(UsageError, lambda: bg.LLM("tiny", device="gpu", **small))
     stage.python(UsageError, lambda: bg.LLM("tiny", task="classify", **small))
     vectors = bg.LLM("tiny", task="embed", **small)
     stage.python(UsageError, lambda: vectors.generate(["a"]))

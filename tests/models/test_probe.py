@@ -105,7 +105,7 @@ def test_refuses_a_mask_that_looks_ahead() -> None:
 
 
 def test_refuses_a_mask_of_the_models_own() -> None:
-    masks = SeenMasks()
+    masks = SeenMasks(torch.device("cpu"))
     masks.build(q_length=3, kv_length=3, mask_function=lambda b, h, q, k: k <= q)
     with pytest.raises(OwnMaskError, match="of its own"):
         masks.window(torch.zeros(1, 1, 3, 3))

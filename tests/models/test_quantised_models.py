@@ -205,7 +205,7 @@ def test_a_model_that_int8_is_too_coarse_for_is_refused(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dtype": "bfloat16"}, r"int8 is for a model in float32, not in bfloat16"),
+        ({"dtype": "bfloat16"}, r"int8 is for a model in float32 on a processor, not in bfloat16"),
         ({"attention": "reference"}, r"needs the cpu attention backend, and this is reference"),
         ({"quantization": "int4"}, r"'int4' is not allowed; use int8 or null"),
     ],

@@ -24,7 +24,7 @@ BELOW = {
 }
 """What a package may import besides itself, also inside functions."""
 
-EVERYWHERE = ("__version__", "grammar", "json_problem", "promise")
+EVERYWHERE = ("__version__", "devices", "grammar", "json_problem", "promise")
 
 NEVER = {
     "core": {"torch", "transformers", "pyarrow", "numpy"},

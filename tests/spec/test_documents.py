@@ -79,7 +79,7 @@ def test_what_is_promised_about_bits_is_what_the_engine_goes_by() -> None:
     found = [
         tuple(cell.strip() for cell in line.strip("|").split("|"))
         for line in (ROOT / "docs" / "numerics.md").read_text().splitlines()
-        if line.startswith("| cpu |")
+        if line.startswith(("| cpu |", "| cuda |"))
     ]
 
     def names(values: tuple[str | bool, ...]) -> str:

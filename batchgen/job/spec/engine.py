@@ -13,7 +13,7 @@ from batchgen.job.spec.values import COUNT, Auto, Count, KVDtypeName, PositiveBy
 class EngineSpec(Section):
     """How the engine runs; only `kv_cache_dtype` blocks a resume."""
 
-    device: Annotated[Literal["auto", "cpu"], Rule("auto or cpu", later=("cuda", "gpu"))] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Rule("auto, cpu or cuda")] = "auto"
     attention: Annotated[
         Literal["auto", "cpu", "reference", "triton"],
         Rule("auto, cpu, reference or triton", later=("flash_attn",)),

@@ -64,6 +64,8 @@ def test_what_is_stored_is_what_the_reference_stores(
         slot_mapping=slots,
         num_tokens=0,
         block_size=block_size,
+        max_query_len=0,
+        max_seq_len=0,
     )
     spec = layer(heads, heads, *widths)
     kept = []

@@ -1,0 +1,145 @@
+"""Turn logits into tokens where the logits are: what `sampler.py` does, for all rows of a step at once.
+
+The host waits once, for the tokens. The same noise, the same order of operations; sums over the vocabulary
+are added up in another order, so that where a draw falls on a border, which is as rare as float64 is precise,
+another token may be drawn than on the host. Rows with operations of their own (penalties, biases, bad words)
+are processed on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchgen.sampling.noise import uniform
+from batchgen.sampling.sampler import SamplingRow, finite_rows, sample
+from batchgen.types import RowError
+
+Transfer = Callable[[Sequence[npt.NDArray[np.generic]]], list[torch.Tensor]]
+"""From arrays to tensors on the device, without waiting."""
+_NONFINITE = -1
+_AT_ONCE = 2**23
+"""Probabilities that are worked on at a time: a few hundred MiB with everything that is made of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens that have been drawn, or will have been when the device comes to it.
+
+    Args:
+        tokens: `(R,)` int64 on the device; -1 where logits are not finite, anything for rows in `chosen`.
+        chosen: what was decided on the host, by row; None where logits are not finite.
+    """
+
+    tokens: torch.Tensor
+    chosen: dict[int, int | RowError | None] = field(default_factory=dict)
+
+    def result(self) -> list[int | RowError | None]:
+        """R token ids, or why a row has none; None where its logits are not finite. Waits for the device."""
+        found = [None if token == _NONFINITE else token for token in self.tokens.tolist()]
+        return [self.chosen.get(i, token) for i, token in enumerate(found)]
+
+
+@torch.inference_mode()
+def draw(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    transfer: Transfer,
+    source: Sequence[int] | None = None,
+) -> Drawn:
+    """Draw one token per row.
+
+    Args:
+        logits: `(L, V)` float32, L and V at least 1.
+        rows: R descriptions.
+        transfer: to the device of the logits.
+        source: the row of logits of each description; None: they are in the same order.
+    """
+    places = np.arange(len(rows)) if source is None else np.asarray(source, dtype=np.int64)
+    finite = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
+    tokens = logits.argmax(-1)
+    if source is not None:
+        (index,) = transfer([places])
+        finite, tokens = finite[index], tokens[index]
+    random = [i for i, row in enumerate(rows) if not row.operations and not row.sampling.greedy]
+    if random:
+        _draw_random(logits, [rows[i] for i in random], places[random], np.array(random), tokens, transfer)
+    own = [i for i, row in enumerate(rows) if row.operations]
+    chosen = _choose_on_host(logits, [rows[i] for i in own], places[own], transfer) if own else []
+    return Drawn(torch.where(finite, tokens, _NONFINITE), dict(zip(own, chosen, strict=True)))
+
+
+def _choose_on_host(
+    logits: torch.Tensor, rows: list[SamplingRow], places: npt.NDArray[np.int64], transfer: Transfer
+) -> list[int | RowError | None]:
+    (index,) = transfer([places])
+    theirs = logits[index].cpu()
+    finite = finite_rows(theirs).tolist()
+    whole = [i for i, ok in enumerate(finite) if ok]
+    found: list[int | RowError | None] = [None] * len(rows)
+    for i, token in zip(whole, sample(theirs[whole], [rows[i] for i in whole]), strict=True):
+        found[i] = token
+    return found
+
+
+def _draw_random(
+    logits: torch.Tensor,
+    rows: list[SamplingRow],
+    places: npt.NDArray[np.int64],
+    targets: npt.NDArray[np.int64],
+    tokens: torch.Tensor,
+    transfer: Transfer,
+) -> None:
+    """Into `tokens`, at `targets`, by each row's own noise."""
+    settings = [row.sampling for row in rows]
+    numbers = [(s.seed, row.row, row.sample, row.position) for s, row in zip(settings, rows, strict=True)]
+    columns = transfer(
+        [
+            places,
+            targets,
+            uniform(*np.array(numbers, dtype=np.int64).T)[:, None],
+            np.array([[s.temperature] for s in settings], dtype=np.float32),
+            np.array([[s.min_p] for s in settings], dtype=np.float32),
+            np.array([[s.top_k] for s in settings], dtype=np.int64),
+            np.array([[s.top_p] for s in settings], dtype=np.float64),
+        ]
+    )
+    step = max(1, _AT_ONCE // logits.shape[1])
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        cut = any(s.top_k > 0 or s.top_p < 1 for s in settings[part])
+        index, target, noise, temperature, min_p, top_k, top_p = (column[part] for column in columns)
+        probabilities = torch.softmax(logits[index] / temperature, dim=-1)
+        largest = probabilities.amax(-1, keepdim=True)
+        probabilities = torch.where(probabilities < min_p * largest, 0.0, probabilities)
+        if cut:
+            probabilities = _keep_likeliest(probabilities, top_k, top_p)
+        tokens[target] = _inverse_cdf(probabilities, noise)
+
+
+def _keep_likeliest(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """`keep_top_k`, then `keep_top_p`, with numbers `(R, 1)` of each row's own."""
+    width = probabilities.shape[1]
+    ranked, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+    few = (top_k > 0) & (top_k < width)
+    border = ranked.gather(1, torch.where(few, top_k, width) - 1)
+    ranked = torch.where(ranked < border, 0.0, ranked)
+    mass = ranked.double()
+    mass_before = mass.cumsum(-1) - mass
+    stays = (mass_before < top_p * mass.sum(-1, keepdim=True)) | (top_p >= 1)
+    stays[:, :1] = True
+    return torch.zeros_like(probabilities).scatter_(1, order, torch.where(stays, ranked, 0.0))
+
+
+def _inverse_cdf(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """`(R,)` tokens of `(R, V)` probabilities and `(R, 1)` float64 noise, as the function of this name finds
+    them."""
+    cumulated = probabilities.double().cumsum(-1)
+    found = torch.searchsorted(cumulated, noise * cumulated[:, -1:], right=True).squeeze(1)
+    ids = torch.arange(probabilities.shape[1], device=probabilities.device)
+    last = torch.where(probabilities > 0, ids, 0).amax(-1)
+    return torch.minimum(found, last)
