@@ -21,11 +21,13 @@ from batchgen.models.forward_context import forward_context
 from batchgen.models.layer_attention import LayerAttention
 from batchgen_kernels.backend import AttentionBackend
 from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.program import DecoderLayer, LayersProgram
 
 if TYPE_CHECKING:
     from batchgen.models.loader import LoadedModel
     from batchgen.models.prepared import PreparedModel
-    from batchgen_kernels.cpu.decoder import DecoderProgram, DecoderWeights
+    from batchgen_kernels.cpu.decoder import DecoderWeights
+    from batchgen_kernels.triton_kernels.program import DeviceWeights
 
 
 class _StepContext:
@@ -88,7 +90,7 @@ class ModelRunner:
         block_size: int,
         row_multiple: int,
         device: Device = HOST,
-        decoder: DecoderWeights | None = None,
+        decoder: DecoderWeights | DeviceWeights | None = None,
         max_rows: int = 0,
     ) -> None:
         self.parts = loaded.parts()
@@ -104,15 +106,12 @@ class ModelRunner:
         )
         self.program = None if decoder is None else self._program(decoder, max_rows)
 
-    def _program(self, decoder: DecoderWeights, max_rows: int) -> DecoderProgram:
-        # Needs Numba, which is there where there are programs.
-        from batchgen_kernels.cpu.decoder import DecoderLayer, DecoderProgram
-
+    def _program(self, decoder: DecoderWeights | DeviceWeights, max_rows: int) -> LayersProgram:
         layers = [
             DecoderLayer(layer.spec, cache, place.group, layer.sinks)
             for layer, cache, place in zip(self.layers, self.kv.caches, self.layout.places, strict=True)
         ]
-        return DecoderProgram(decoder, layers, self.backend, max_rows)  # type: ignore[arg-type]
+        return decoder.program(layers, self.backend, max_rows)  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> torch.Tensor:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
-from batchgen.models.decoder import FusedDecoder, read_decoder
+from batchgen.models.decoder import read_decoder
 from batchgen.models.dtypes import precision
-from batchgen.models.forward_context import DecodingContext, current_context
+from batchgen.models.fused import FusedBody, FusedDecoder
+from batchgen_kernels.cpu.decoder import DecoderWeights
 from batchgen_kernels.cpu.linear import Linear, pack
 from batchgen_kernels.cpu.quantised_weights import quantised
 
@@ -55,35 +55,6 @@ class PackedLinear(torch.nn.Module):
         return self._product(x)
 
 
-class FusedBody:
-    """In the place of `forward` of a model's body: all its layers as one program of the step's context."""
-
-    def __init__(self, body: Any, decoder: FusedDecoder) -> None:
-        self._body = body
-        self._original = body.forward
-        self.decoder = decoder
-        self.suspended = False
-
-    def __call__(
-        self, input_ids: Any = None, position_ids: Any = None, inputs_embeds: Any = None, **options: Any
-    ) -> Any:
-        if self.suspended or not isinstance(context := current_context(), DecodingContext):
-            given = {"input_ids": input_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
-            return self._original(**given, **options)
-        preparation = self.decoder.preparation
-        # The text part of a model for more than text is given what its whole has embedded.
-        embedded = self._body.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if preparation.multiplier != 1:
-            embedded = embedded * preparation.multiplier
-        tables = preparation.tables(self._body.rotary_emb, embedded, position_ids)
-        hidden = context.decode(embedded[0], tables)
-        return BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
-
-    def forget(self) -> None:
-        """Never compute as transformers defined it again."""
-        self._original = None
-
-
 class Substitutes:
     """What was put into a model, and the way back.
 
@@ -98,7 +69,7 @@ class Substitutes:
         self._body = body
         self._quantise = quantise
         found = read_decoder(body, quantise=quantise)
-        self.decoder = found if isinstance(found, FusedDecoder) else None
+        self.decoder: FusedDecoder[DecoderWeights] | None = found if isinstance(found, FusedDecoder) else None
         self.reason = None if isinstance(found, FusedDecoder) else found
         """Why the layers are not one program."""
         self._fused = FusedBody(body, self.decoder) if self.decoder else None

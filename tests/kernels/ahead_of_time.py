@@ -169,12 +169,15 @@ def builds(case: Case, chip: tiles.Chip) -> Iterator[Build]:
             None,
         )
         rotated = {"query_out_ptr": dtype, "query_ptr": dtype, "cos_ptr": dtype, "sin_ptr": dtype}
-        yield Build(
-            rotate_and_write_kernel,
-            pointers({**rotated, **written}),
-            layers.rotate_constants(spec.num_heads, spec.head_size, spec.head_size, kv),
-            None,
-        )
+        weight = torch.empty(spec.head_size, device="meta")
+        for norms in (None, layers.HeadNorms(weight, weight, 1e-6)):
+            of_norms = dict.fromkeys(("query_norm_ptr", "key_norm_ptr"), norms and dtype)
+            yield Build(
+                rotate_and_write_kernel,
+                pointers({**rotated, **written, **of_norms}),
+                layers.rotate_constants(spec.num_heads, spec.head_size, spec.head_size, kv, norms),
+                None,
+            )
 
 
 def builds_without_attention() -> Iterator[Build]:

@@ -11,7 +11,14 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "interpreted"
-FILES = ["triton_attend.py", "triton_write.py", "triton_layers.py", "triton_mutations.py", "triton_engine.py"]
+FILES = [
+    "triton_attend.py",
+    "triton_write.py",
+    "triton_layers.py",
+    "triton_program.py",
+    "triton_mutations.py",
+    "triton_engine.py",
+]
 
 
 def test_kernels_under_the_interpreter() -> None:

@@ -180,9 +180,10 @@ def test_a_program_that_computes_something_else_is_not_used(
 ) -> None:
     from dataclasses import replace
 
-    from batchgen.models.decoder import FusedDecoder, read_decoder
+    from batchgen.models.decoder import read_decoder
+    from batchgen.models.fused import FusedDecoder
 
-    def twisted(body: Any, **options: Any) -> FusedDecoder:
+    def twisted(body: Any, **options: Any) -> FusedDecoder[Any]:
         found = read_decoder(body, **options)
         assert isinstance(found, FusedDecoder)
         layers = [replace(layer, rope=None) for layer in found.weights.layers]

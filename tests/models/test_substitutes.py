@@ -13,7 +13,8 @@ from engine_harness import make_engine, run
 from families import FAMILIES
 
 from batchgen.models import substitutes as module
-from batchgen.models.decoder import FusedDecoder, read_decoder
+from batchgen.models.decoder import read_decoder
+from batchgen.models.fused import FusedDecoder
 from batchgen.models.substitutes import Substitutes
 from batchgen.types import SamplingParams
 
@@ -52,18 +53,18 @@ def layers_line(engine: Any) -> str:
     return next(note for note in engine.notes if note.startswith("layers:"))
 
 
-def without_positions(found: FusedDecoder) -> FusedDecoder:
+def without_positions(found: FusedDecoder[Any]) -> FusedDecoder[Any]:
     layers = [replace(layer, rope=None) for layer in found.weights.layers]
     return FusedDecoder(replace(found.weights, layers=layers), found.preparation)
 
 
-def with_one_table(found: FusedDecoder) -> FusedDecoder:
+def with_one_table(found: FusedDecoder[Any]) -> FusedDecoder[Any]:
     assert {layer.rope for layer in found.weights.layers} == {0, 1}
     layers = [replace(layer, rope=0) for layer in found.weights.layers]
     return FusedDecoder(replace(found.weights, layers=layers), found.preparation)
 
 
-def with_plain_embeddings(found: FusedDecoder) -> FusedDecoder:
+def with_plain_embeddings(found: FusedDecoder[Any]) -> FusedDecoder[Any]:
     assert found.preparation.multiplier == 3
     return FusedDecoder(found.weights, replace(found.preparation, multiplier=1.0))
 
@@ -74,7 +75,7 @@ def with_plain_embeddings(found: FusedDecoder) -> FusedDecoder:
 )
 def test_a_program_that_computes_something_else_is_not_used(
     name: str,
-    twist: Callable[[FusedDecoder], FusedDecoder],
+    twist: Callable[[FusedDecoder[Any]], FusedDecoder[Any]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -84,7 +85,7 @@ def test_a_program_that_computes_something_else_is_not_used(
     assert layers_line(right) == "layers: one program of our own products"
     wanted = [output.token_ids for output in run(right, PROMPTS, GREEDY)]
 
-    def twisted(body: Any, **options: Any) -> FusedDecoder:
+    def twisted(body: Any, **options: Any) -> FusedDecoder[Any]:
         found = read_decoder(body, **options)
         assert isinstance(found, FusedDecoder)
         return twist(found)

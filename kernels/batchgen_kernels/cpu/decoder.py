@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen_kernels.backend import KVCache
 from batchgen_kernels.cpu.backend import CpuBackend, point_to
 from batchgen_kernels.cpu.kernel import Attend, AttendArgument, Write, WriteArgument
 from batchgen_kernels.cpu.linear import ROWS_PER_CHUNK, PackedWeights, cut, quantise
@@ -31,6 +30,7 @@ from batchgen_kernels.cpu.program import ARGUMENT, CHUNKS, CODE, FIELDS, Code, P
 from batchgen_kernels.cpu.records import Quantise, record_bytes
 from batchgen_kernels.cpu.rows import Norm, Rotate
 from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.program import DecoderLayer
 from batchgen_kernels.spec import AttentionSpec
 
 _FLOAT = 4
@@ -93,12 +93,11 @@ class LayerWeights:
         )
         return [norm for norm in places if norm is not None]
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What all layers of a program have in common: which norms there are, and shapes of products."""
-        norms = (self.attention_norm, self.output_norm, self.mlp_norm, self.down_norm)
-        products = (self.qkv, self.output, self.gate_up, self.down)
-        return *(norm is None for norm in norms), *((p.in_features, p.out_features) for p in products)
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that is kept."""
+        yield from (norm.weight for norm in self.norms)
+        for product in (self.qkv, self.output, self.gate_up, self.down):
+            yield from product.tensors()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +108,15 @@ class DecoderWeights:
     norm: NormWeights
     hidden_size: int
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that is kept."""
+        yield self.norm.weight
+        for layer in self.layers:
+            yield from layer.tensors()
 
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """What a layer attends to: its cache, and the number of the metadata of a step that tells where."""
-
-    spec: AttentionSpec
-    cache: KVCache
-    group: int
-    sinks: torch.Tensor | None = None
+    def program(self, layers: Sequence[DecoderLayer], backend: CpuBackend, max_rows: int) -> DecoderProgram:
+        """What runs them."""
+        return DecoderProgram(self, layers, backend, max_rows)
 
 
 @dataclass(slots=True)

@@ -92,12 +92,36 @@ def _set_columns(ptr, row, present, x, FIRST: tl.constexpr, COUNT: tl.constexpr,
     tl.store(ptr + row[:, None] + FIRST + column[None, :], x, mask=mask)
 
 
+@triton.jit
+def _normed(
+    x,
+    factor,
+    weight_ptr,
+    dtype: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """COUNT elements behind FIRST of heads, `x` [n, PADDED] in float32, by `factor` [n] and their weights."""
+    column = tl.arange(0, PADDED)
+    weight = tl.load(weight_ptr + FIRST + column, mask=column < COUNT, other=0).to(tl.float32)[None, :]
+    x = x * factor[:, None]
+    if UNIT_OFFSET:
+        x = x * (1 + weight)
+    else:
+        x = x.to(dtype).to(tl.float32) * weight
+    return x.to(dtype).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def rotate_and_write_kernel(
     query_out_ptr,
     query_ptr,
     key_in_ptr,
     value_in_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
     cos_ptr,
     sin_ptr,
     key_ptr,
@@ -117,6 +141,7 @@ def rotate_and_write_kernel(
     value_page,
     key_scale_page,
     value_scale_page,
+    eps,
     HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     V_HEAD_SIZE: tl.constexpr,
@@ -127,13 +152,16 @@ def rotate_and_write_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
     SCALED: tl.constexpr,
     FP8: tl.constexpr,
 ):
     """ROWS rows of one query head, or of one KV head. Grid: (chunks of rows, HEADS + KV heads).
 
-    HALF pairs of elements are turned, REST elements behind them are not. Rotated keys are rounded to the
-    dtype that they came in, as they would be between two kernels, and then stored.
+    HALF pairs of elements are turned, REST elements behind them are not. With NORM each head is normalised
+    before. Normalised and rotated elements are rounded to the dtype that they came in, as they would be
+    between kernels, and keys then stored.
     """
     index = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -154,10 +182,24 @@ def rotate_and_write_kernel(
     dtype: tl.constexpr = query_ptr.dtype.element_ty
     x1 = _columns(source_ptr, source, inside, 0, HALF, BLOCK_HALF).to(tl.float32)
     x2 = _columns(source_ptr, source, inside, HALF, HALF, BLOCK_HALF).to(tl.float32)
-    turned1 = (x1 * cos1 - x2 * sin1).to(dtype)
-    turned2 = (x2 * cos2 + x1 * sin2).to(dtype)
     if REST > 0:
         rest = _columns(source_ptr, source, inside, 2 * HALF, REST, BLOCK_REST)
+    if NORM:
+        if is_query:
+            norm_ptr = query_norm_ptr
+        else:
+            norm_ptr = key_norm_ptr
+        squares = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
+        if REST > 0:
+            wide = rest.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+        factor = tl.rsqrt(squares / HEAD_SIZE + eps)
+        x1 = _normed(x1, factor, norm_ptr, dtype, UNIT_OFFSET, 0, HALF, BLOCK_HALF)
+        x2 = _normed(x2, factor, norm_ptr, dtype, UNIT_OFFSET, HALF, HALF, BLOCK_HALF)
+        if REST > 0:
+            rest = _normed(wide, factor, norm_ptr, dtype, UNIT_OFFSET, 2 * HALF, REST, BLOCK_REST).to(dtype)
+    turned1 = (x1 * cos1 - x2 * sin1).to(dtype)
+    turned2 = (x2 * cos2 + x1 * sin2).to(dtype)
     if is_query:
         target = (wide_row * HEADS + index) * HEAD_SIZE
         _set_columns(query_out_ptr, target, inside, turned1, 0, HALF, BLOCK_HALF)

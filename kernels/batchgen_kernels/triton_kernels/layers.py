@@ -6,6 +6,7 @@ None of them waits for the device.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,23 @@ GATED_BLOCK = 1024
 """Elements of a program of `gated_kernel`."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of each query head and of each key head, as `layer_reference.rms_norm` computes them.
+
+    Args:
+        query: weights of a query head, [head_size].
+        key: of a key head, [head_size].
+        eps: added to the mean squares.
+        unit_offset: weights count from 1.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+    unit_offset: bool = False
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -33,8 +51,9 @@ def rms_norm(
     *,
     residual: torch.Tensor | None = None,
     unit_offset: bool = False,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `layer_reference.rms_norm`.
+    """See `layer_reference.rms_norm`; normalised rows go to `out`, contiguous and as `x`, if it is given.
 
     Raises:
         ValueError: a shape does not fit.
@@ -45,7 +64,7 @@ def rms_norm(
         raise ValueError(f"the weight of a norm over {width} elements has shape {tuple(weight.shape)}")
     if residual is not None:
         residual = _rows("residual", residual, x.shape)
-    out = x.new_empty(x.shape)
+    out = _target(x, x.shape, out)
     total = x if residual is None else x.new_empty(x.shape)
     if len(x):
         rms_norm_kernel[(len(x),)](
@@ -62,8 +81,10 @@ def rms_norm(
     return out, total
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """See `layer_reference.gated`; both may be halves of one packed product.
+def gated(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `layer_reference.gated`; both may be halves of one packed product, `out` as of `rms_norm`.
 
     Raises:
         ValueError: a shape does not fit, or the activation is unknown.
@@ -72,7 +93,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
         raise ValueError(f"activation: {activation!r} is not allowed; use {' or '.join(ACTIVATIONS)}")
     gate = _rows("gate", gate, gate.shape)
     up = _rows("up", up, gate.shape)
-    out = gate.new_empty(gate.shape)
+    out = _target(gate, gate.shape, out)
     rows, width = gate.shape
     if rows:
         gated_kernel[(rows, -(-width // GATED_BLOCK))](
@@ -89,6 +110,9 @@ def rotate_and_write(
     sin: torch.Tensor,
     kv: KVCache,
     meta: AttentionMetadata,
+    *,
+    norms: HeadNorms | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate queries and keys by their positions, and store keys and values.
 
@@ -100,6 +124,8 @@ def rotate_and_write(
         sin: the same.
         kv: a cache of `TritonBackend`.
         meta: of the step.
+        norms: of heads, before they are rotated.
+        out: where the queries go, contiguous; None for memory of their own.
 
     Returns:
         The rotated queries.
@@ -116,7 +142,9 @@ def rotate_and_write(
     cos, sin = (_rows(name, x, (rows, turned)).contiguous() for name, x in (("cos", cos), ("sin", sin)))
     if turned % 2 or not 0 < turned <= width:
         raise ValueError(f"{turned} of {width} elements cannot be rotated in pairs")
-    out = query.new_empty(query.shape)
+    if norms is not None:
+        _check_head_norms(norms, width)
+    out = _target(query, query.shape, out)
     scale_pages = (0, 0)
     if kv.key_scale is not None and kv.value_scale is not None:
         scale_pages = (kv.key_scale.stride(0), kv.value_scale.stride(0))
@@ -126,6 +154,8 @@ def rotate_and_write(
             query,
             key,
             value,
+            None if norms is None else norms.query.contiguous(),
+            None if norms is None else norms.key.contiguous(),
             cos,
             sin,
             bytes_of(kv.key),
@@ -144,7 +174,8 @@ def rotate_and_write(
             kv.key.stride(0),
             kv.value.stride(0),
             *scale_pages,
-            **rotate_constants(heads, width, turned, kv),
+            0.0 if norms is None else norms.eps,
+            **rotate_constants(heads, width, turned, kv, norms),
         )
     return out
 
@@ -175,7 +206,9 @@ def gated_constants(width: int, activation: str) -> dict[str, Any]:
     }
 
 
-def rotate_constants(heads: int, width: int, turned: int, kv: KVCache) -> dict[str, Any]:
+def rotate_constants(
+    heads: int, width: int, turned: int, kv: KVCache, norms: HeadNorms | None = None
+) -> dict[str, Any]:
     """The same for `rotate_and_write_kernel`."""
     v_width = int(kv.value.shape[3])
     return {
@@ -189,6 +222,8 @@ def rotate_constants(heads: int, width: int, turned: int, kv: KVCache) -> dict[s
         "BLOCK_V": max(power_of_two(v_width), SMALLEST_TILE),
         "BLOCK_SIZE": kv.block_size,
         "ROWS": WRITE_ROWS,
+        "NORM": norms is not None,
+        "UNIT_OFFSET": norms is not None and norms.unit_offset,
         "SCALED": kv.dtype in LARGEST,
         "FP8": kv.dtype == torch.float8_e4m3fn,
         "num_warps": 4,
@@ -202,3 +237,18 @@ def _rows(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tens
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(shape)}")
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _target(x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
+    """`out`, refused unless it has the right shape and no gaps, or memory of its own."""
+    if out is None:
+        return x.new_empty(shape)
+    if tuple(out.shape) != tuple(shape) or out.dtype != x.dtype or not out.is_contiguous():
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, not a contiguous {x.dtype} {tuple(shape)}")
+    return out
+
+
+def _check_head_norms(norms: HeadNorms, width: int) -> None:
+    for name, weight in (("query", norms.query), ("key", norms.key)):
+        if tuple(weight.shape) != (width,):
+            raise ValueError(f"the {name} norm of heads of {width} elements has shape {tuple(weight.shape)}")

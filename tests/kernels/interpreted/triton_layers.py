@@ -133,6 +133,47 @@ def test_the_reference_is_transformers(dtype: torch.dtype) -> None:
     close(reference.rotate(query, cos, sin), want[0].transpose(0, 1))
 
 
+@settings(max_examples=EXAMPLES)
+@given(
+    st.integers(1, 20),
+    st.sampled_from([(16, 16), (80, 20), (24, 12), (128, 128)]),
+    st.sampled_from([(1, 1), (3, 1), (4, 2)]),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_heads_are_normalised_before_they_are_rotated(
+    rows: int,
+    widths: tuple[int, int],
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    unit_offset: bool,
+    seed: int,
+) -> None:
+    (width, turned), backend = widths, TritonBackend()
+    spec = layer(*heads, width)
+    packed, *weights = draw(seed, (rows, (heads[0] + 2 * heads[1]) * width), (width,), (width,), dtype=dtype)
+    norms = layers.HeadNorms(*weights, 1e-5, unit_offset)
+    query, key, value = packed.view(rows, -1, width).split([heads[0], heads[1], heads[1]], 1)
+    angles = torch.arange(rows).unsqueeze(1) * torch.linspace(0.1, 1, turned)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    meta = AttentionMetadata.build([rows], [rows], [[3, 1]], 16)
+    fused, apart = (allocate(backend, spec, 4, 16, CPU, dtype) for _ in range(2))
+    out = torch.full((rows, heads[0], width), 7, dtype=dtype)
+    with quiet():
+        got = layers.rotate_and_write(query, key, value, cos, sin, fused, meta, norms=norms, out=out)
+    assert got.data_ptr() == out.data_ptr()
+
+    def apply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        normed, _ = reference.rms_norm(x.flatten(0, 1), weight, 1e-5, unit_offset=unit_offset)
+        return reference.rotate(normed.view(x.shape), cos, sin)
+
+    backend.write(apart, apply(key, weights[1]), value, meta)
+    close(got, apply(query, weights[0]))
+    for a, b in zip(fused.tensors, apart.tensors, strict=True):
+        close(a, b)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     x = torch.ones(3, 8)
     with pytest.raises(ValueError, match=r"over 8 elements has shape \(7,\)"):
@@ -146,6 +187,11 @@ def test_what_does_not_fit_is_refused() -> None:
     rows, angles = torch.ones(3, 1, 16), torch.ones(3, 7)
     with pytest.raises(ValueError, match="7 of 16 elements cannot be rotated in pairs"):
         layers.rotate_and_write(rows, rows, rows, angles, angles, kv, meta)
+    norms = layers.HeadNorms(torch.ones(16), torch.ones(8), 1e-5)
+    with pytest.raises(ValueError, match=r"key norm of heads of 16 elements has shape \(8,\)"):
+        layers.rotate_and_write(rows, rows, rows, angles[:, :6], angles[:, :6], kv, meta, norms=norms)
+    with pytest.raises(ValueError, match=r"out is torch.float32 \(3, 9\), not a contiguous torch.float32"):
+        layers.gated(x, x, "silu", out=torch.ones(3, 9))
 
 
 MUTATIONS = {
@@ -156,9 +202,15 @@ MUTATIONS = {
     "gelu is silu": ("inside = 1.5957691216057308 * (x + 0.044715 * x * x * x)", "inside = x"),
     "keys turn the other way": ("x1 * cos1 - x2 * sin1", "x1 * cos1 + x2 * sin1"),
     "what is not turned is lost": (
-        "2 * HALF, REST, BLOCK_REST)\n    if is",
-        "0, REST, BLOCK_REST)\n    if is",
+        "2 * HALF, REST, BLOCK_REST)\n    if NORM",
+        "0, REST, BLOCK_REST)\n    if NORM",
     ),
+    "heads are divided by another mean": ("squares / HEAD_SIZE", "squares / HALF"),
+    "what is not turned is not normalised": (
+        "2 * HALF, REST, BLOCK_REST).to(dtype)",
+        "2 * HALF, 0, BLOCK_REST).to(dtype)",
+    ),
+    "keys are normalised as queries": ("norm_ptr = key_norm_ptr", "norm_ptr = query_norm_ptr"),
     "values of another head": ("+ head * value_head_stride", "+ 0 * value_head_stride"),
 }
 
@@ -180,6 +232,10 @@ def _all_once() -> None:
     test_rotated_keys_are_what_two_steps_store.hypothesis.inner_test(
         5, (80, 32, 80), (4, 2), (torch.float32, torch.float32), 1
     )
+    for unit_offset in (False, True):
+        test_heads_are_normalised_before_they_are_rotated.hypothesis.inner_test(
+            3, (80, 20), (4, 2), torch.float32, unit_offset, 0
+        )
 
 
 def test_the_kernels_themselves_pass() -> None:
