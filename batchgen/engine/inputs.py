@@ -22,6 +22,7 @@ class PackedStep:
         input_ids: `(1, T)` int64, padding rows hold token 0.
         position_ids: `(1, T)` int64, padding rows hold 0.
         logits_rows: `(R,)` int64, rows whose logits are needed; padding repeats the first; empty if none.
+        needed_rows: `(N,)` on the host, ascending: rows whose hidden states are read, be it for logits.
         samplers: the requests that sample, in the order of `logits_rows` before padding.
         metadata: what attention needs, per group of layers.
     """
@@ -29,6 +30,7 @@ class PackedStep:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     logits_rows: torch.Tensor
+    needed_rows: npt.NDArray[np.int64]
     samplers: list[ScheduledRequest]
     metadata: tuple[AttentionMetadata, ...]
 
@@ -38,7 +40,9 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def pack_step(output: SchedulerOutput, block_size: int, row_multiple: int, transfer: Transfer) -> PackedStep:
+def pack_step(
+    output: SchedulerOutput, block_size: int, row_multiple: int, transfer: Transfer, *, whole: bool = False
+) -> PackedStep:
     """Lay the scheduled tokens out one request after the other.
 
     Args:
@@ -46,6 +50,7 @@ def pack_step(output: SchedulerOutput, block_size: int, row_multiple: int, trans
         block_size: tokens in a block.
         row_multiple: T and R are multiples of this.
         transfer: to the device of the step.
+        whole: whether all rows are needed, not only those that sample or are read for a task.
     """
     scheduled = output.scheduled
     counts = [s.num_tokens for s in scheduled]
@@ -67,6 +72,7 @@ def pack_step(output: SchedulerOutput, block_size: int, row_multiple: int, trans
         input_ids=input_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
         logits_rows=logits_rows,
+        needed_rows=np.arange(ends[-1]) if whole else _needed_rows(scheduled, ends),
         samplers=[s for s in scheduled if s.samples],
         metadata=tuple(
             packed.metadata(others[group * each : (group + 1) * each])
@@ -91,6 +97,18 @@ def _sequences(scheduled: list[ScheduledRequest], block_size: int, num_rows: int
         )
         for tables in zip(*(s.block_ids for s in scheduled), strict=True)
     ]
+
+
+def _needed_rows(scheduled: list[ScheduledRequest], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    rows: list[int] = []
+    for s, end in zip(scheduled, ends.tolist(), strict=True):
+        stop = s.start + s.num_tokens
+        first = end - stop
+        read = s.request.reads(s.start, stop)
+        rows.extend(range(first + read.start, first + read.stop))
+        if s.samples and stop - 1 not in read:
+            rows.append(end - 1)
+    return np.array(rows, dtype=np.int64)
 
 
 def _logits_rows(

@@ -111,7 +111,7 @@ def _in_pieces(runner: ModelRunner, kv_config: KVCacheConfig, ids: list[int]) ->
     states: list[torch.Tensor] = []
     while sum(map(len, states)) < len(ids):
         planned = scheduler.schedule()
-        runner.execute(planned)
+        runner.execute(planned, whole=True)
         end = 0
         for s in planned.scheduled:
             end += s.num_tokens

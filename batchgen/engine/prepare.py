@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
-from batchgen.engine.inputs import pack_step
 from batchgen.engine.room import INVARIANCE_TOKENS
 from batchgen.engine.runner import ModelRunner
 from batchgen.models.prepared import PreparedParts, PreparedWeights, Rotation
@@ -118,7 +117,7 @@ def _results(runner: ModelRunner, tokens: int, vocab_size: int) -> list[torch.Te
     request = Request(request_id=0, prompt_token_ids=ids, sampling=SamplingParams(max_tokens=1))
     scheduled = ScheduledRequest(request, 0, tokens, samples=True, block_ids=blocks)
     planned = SchedulerOutput(scheduled=[scheduled], total_tokens=tokens, copies=[], preempted=[])
-    logits = runner.forward(pack_step(planned, runner.block_size, runner.row_multiple, runner.transfer))
+    logits = runner.execute(planned, whole=True)
     hidden = runner.hidden.clone()
     if not logits.numel():
         return [hidden]

@@ -20,7 +20,6 @@ from batchgen.engine.transfer import Transfer
 from batchgen.models.forward_context import forward_context
 from batchgen.models.layer_attention import LayerAttention
 from batchgen_kernels.backend import AttentionBackend
-from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.program import DecoderLayer, LayersProgram
 
 if TYPE_CHECKING:
@@ -33,9 +32,10 @@ if TYPE_CHECKING:
 class _StepContext:
     """The forward context of one step: writes a layer's K/V, then attends."""
 
-    def __init__(self, runner: ModelRunner, metadata: tuple[AttentionMetadata, ...]) -> None:
+    def __init__(self, runner: ModelRunner, step: PackedStep) -> None:
         self.runner = runner
-        self.metadata = metadata
+        self.metadata = step.metadata
+        self.needed = step.needed_rows
 
     def attend(
         self,
@@ -58,7 +58,7 @@ class _StepContext:
     ) -> torch.Tensor:
         program = self.runner.program
         assert program is not None
-        return program.run(hidden, tables, self.metadata)
+        return program.run(hidden, tables, self.metadata, self.needed)
 
 
 class ModelRunner:
@@ -114,26 +114,34 @@ class ModelRunner:
         return decoder.program(layers, self.backend, max_rows)  # type: ignore[arg-type]
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> torch.Tensor:
+    def execute(self, output: SchedulerOutput, *, whole: bool = False) -> torch.Tensor:
         """Compute the scheduled tokens.
+
+        Args:
+            output: what is to be computed.
+            whole: whether `hidden` is to have all rows.
 
         Returns:
             `(R, vocab)` float32 logits on the device, a row for each scheduled request with `samples`, in
             order.
         """
         self.kv.copy_blocks(output.copies)
-        return self.forward(pack_step(output, self.block_size, self.row_multiple, self.transfer))
+        step = pack_step(output, self.block_size, self.row_multiple, self.transfer, whole=whole)
+        return self.forward(step)
 
     @torch.inference_mode()
     def forward(self, step: PackedStep) -> torch.Tensor:
         """One packed forward pass; see `execute` for the result."""
-        with forward_context(_StepContext(self, step.metadata)):
+        with forward_context(_StepContext(self, step)):
             logits = self.parts.forward(step.input_ids, step.position_ids, step.logits_rows)
         return logits[: len(step.samplers)].float()
 
     @property
     def hidden(self) -> torch.Tensor:
-        """`(T, H)` hidden states after the final norm, of the latest step: one request after the other."""
+        """`(T, H)` hidden states after the final norm, of the latest step: one request after the other.
+
+        Rows that the step did not need may be NaN.
+        """
         return self.parts.hidden
 
     @torch.inference_mode()

@@ -106,7 +106,7 @@ def largest_step(runner: ModelRunner, *, tokens: int, sampled: int, scores: bool
     """
 
     def step(few: int, of_them: int) -> None:
-        finite_rows(runner.execute(_packed(runner, few, of_them)))
+        finite_rows(runner.execute(_packed(runner, few, of_them), whole=True))
 
     measured = measure_step(step, tokens=tokens, logits_rows=sampled)
     if runner.program is not None:

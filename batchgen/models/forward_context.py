@@ -54,7 +54,7 @@ class DecodingContext(ForwardContext, Protocol):
             tables: cosines and sines of their positions, `(T, rotary size)`, for some of the layers each.
 
         Returns:
-            `(T, H)`.
+            `(T, H)`, NaN in rows that nobody reads.
         """
         ...
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchgen_kernels.backend import KVCache
@@ -44,6 +46,7 @@ class LayersProgram(Protocol):
         hidden: torch.Tensor,
         tables: Sequence[tuple[torch.Tensor, torch.Tensor]],
         metadata: Sequence[AttentionMetadata],
+        needed: npt.NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
         """Write keys and values of the step's tokens and compute all layers.
 
@@ -52,9 +55,10 @@ class LayersProgram(Protocol):
             tables: cosines and sines of the step's positions, `(T, rotary size)`, by which the first
                 numbers of a head turn.
             metadata: of each group of layers.
+            needed: `(N,)` on the host, ascending: the rows that are read; all of them unless given.
 
         Returns:
-            `(T, H)`, after the last norm.
+            `(T, H)`, after the last norm; rows that are not needed may be NaN.
         """
         ...
 

@@ -70,7 +70,7 @@ def test_the_largest_step_of_an_engine_is_foreseen(tmp_path: Path) -> None:
     blocks = [[1 + 2 * i, 2 + 2 * i] for i in range(8)]
     scheduled = [ScheduledRequest(r, 0, 25, True, [ids]) for r, ids in zip(requests, blocks, strict=True)]
     with PeakBytes() as watch:
-        runner.execute(SchedulerOutput(scheduled, 200, [], []))
+        runner.execute(SchedulerOutput(scheduled, 200, [], []), whole=True)
     assert runner.program is not None
     needed = watch.peak + runner.program.buffer_bytes
     assert needed <= found.step <= 1.3 * needed

@@ -48,7 +48,7 @@ class _Step:
 
     slots: Int64
     num_blocks: int
-    layer_plans: dict[tuple[AttentionSpec, int], _LayerPlan] = field(default_factory=dict)
+    layer_plans: dict[tuple[AttentionSpec, int, bytes | None], _LayerPlan] = field(default_factory=dict)
 
 
 class CpuBackend:
@@ -144,11 +144,14 @@ class CpuBackend:
         return out.to(dtype)
 
     def argument(
-        self, kv: KVCache, meta: AttentionMetadata, spec: AttentionSpec
+        self, kv: KVCache, meta: AttentionMetadata, spec: AttentionSpec, needed: Int64 | None = None
     ) -> tuple[AttendArgument, Plan]:
-        """What a layer attends to in this step, without queries, cache, scratch and result; and its plan."""
+        """What a layer attends to in this step, without queries, cache, scratch and result; and its plan.
+
+        The result has a row for each that is `needed`, in ascending order, or for each of the step.
+        """
         threads = torch.get_num_threads()
-        layer = self._layer_plan(self._step(kv, meta), meta, spec, threads)
+        layer = self._layer_plan(self._step(kv, meta), meta, spec, threads, needed)
         if self._scratch.size < threads * layer.scratch_floats:
             self._scratch = np.empty(threads * layer.scratch_floats, dtype=np.float32)
         argument = AttendArgument.from_buffer_copy(layer.template)
@@ -176,12 +179,18 @@ class CpuBackend:
         return step
 
     def _layer_plan(
-        self, step: _Step, meta: AttentionMetadata, spec: AttentionSpec, threads: int
+        self,
+        step: _Step,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        threads: int,
+        needed: Int64 | None,
     ) -> _LayerPlan:
-        layer = step.layer_plans.get((spec, threads))
+        key = spec, threads, None if needed is None else needed.tobytes()
+        layer = step.layer_plans.get(key)
         if layer is None:
-            plan = make_plan(meta, spec, threads, kernel.UNIT_ROWS, TILE)
-            layer = step.layer_plans[spec, threads] = _make_layer_plan(plan, spec, meta.block_size)
+            plan = make_plan(meta, spec, threads, kernel.UNIT_ROWS, TILE, needed)
+            layer = step.layer_plans[key] = _make_layer_plan(plan, spec, meta.block_size)
         return layer
 
 

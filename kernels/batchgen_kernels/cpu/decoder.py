@@ -9,6 +9,9 @@ where each norm may be missing: Llama, Mistral, Qwen, Phi 3 and many others have
 OLMo 2 those behind them, Gemma 2 and 3 all. All activations of a step lie in buffers that are kept.
 Where products are quantised, what they multiply is made into records first: by norms beside their results,
 elsewhere by operations of their own.
+
+Of the last layer, what follows its keys and values is computed for the rows alone that somebody reads: from
+its attention on they stand one after the other.
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchgen_kernels.backend import KVCache
 from batchgen_kernels.cpu.backend import CpuBackend, point_to
 from batchgen_kernels.cpu.kernel import Attend, AttendArgument, Write, WriteArgument
 from batchgen_kernels.cpu.linear import ROWS_PER_CHUNK, PackedWeights, cut, quantise
 from batchgen_kernels.cpu.matmul import ALIGNMENT, Matmul
 from batchgen_kernels.cpu.program import ARGUMENT, CHUNKS, CODE, FIELDS, Code, Program
 from batchgen_kernels.cpu.records import Quantise, record_bytes
-from batchgen_kernels.cpu.rows import Norm, Rotate
+from batchgen_kernels.cpu.rows import Gather, Norm, Rotate
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.program import DecoderLayer
 from batchgen_kernels.spec import AttentionSpec
@@ -141,6 +145,7 @@ class _Operations:
     rotate: list[int] = field(default_factory=list)
     rotate_by_table: dict[int, list[int]] = field(default_factory=dict)
     attend: list[int] = field(default_factory=list)
+    gather: list[int] = field(default_factory=list)
     quantise_hidden: list[int] = field(default_factory=list)
     quantise_attended: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
@@ -161,6 +166,11 @@ class _Operations:
     def norms(self) -> list[int]:
         """All of them."""
         return [*self.attention_norm, *self.output_norm, *self.mlp_norm, *self.down_norm, *self.last_norm]
+
+    def apart(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Those of all rows, and those behind the last layer's attention."""
+        (border,) = self.gather
+        return [n for n in numbers if n < border], [n for n in numbers if n > border]
 
 
 class OperationTimes:
@@ -202,7 +212,7 @@ class DecoderProgram:
         self._backend = backend
         self._numbers = _Operations()
         self._quantised = weights.layers[0].qkv.quantised
-        self._fields = np.zeros((len(layers) * _operations(weights.layers[0]) + 1, FIELDS), dtype=np.int64)
+        self._fields = np.zeros((len(layers) * _operations(weights.layers[0]) + 2, FIELDS), dtype=np.int64)
         self._attend = np.zeros((len(layers), len(Attend)), dtype=np.int64)
         self._write = np.zeros((len(layers), len(Write)), dtype=np.int64)
         self._program = Program(self._fields, layers[0].cache.dtype, quantised=self._quantised)
@@ -211,7 +221,7 @@ class DecoderProgram:
         self._kinds: dict[tuple[AttentionSpec, int], list[int]] = {}
         self._describe()
         self._buffers = self._allocate(max_rows)
-        self._cut: tuple[int, int] = (0, 0)
+        self._cut: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def buffer_bytes(self) -> int:
@@ -225,6 +235,7 @@ class DecoderProgram:
         hidden: torch.Tensor,
         tables: Sequence[tuple[torch.Tensor, torch.Tensor]],
         metadata: Sequence[AttentionMetadata],
+        needed: npt.NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
         """Write keys and values of the step's tokens and compute all layers.
 
@@ -233,27 +244,34 @@ class DecoderProgram:
             tables: cosines and sines of the step's positions, `(T, rotary size)` float32, by which the first
                 numbers of a head turn.
             metadata: of each group of layers.
+            needed: `(N,)`, ascending: the rows that are read; all of them unless given.
 
         Returns:
-            `(T, H)` float32, after the last norm.
+            `(T, H)` float32, after the last norm; NaN in rows that are not needed.
         """
         rows, threads = len(hidden), torch.get_num_threads()
+        tokens = metadata[0].num_tokens
+        # Padding comes last, and attention makes nothing of it.
+        some = None if needed is None or len(needed) >= tokens else needed
+        read = np.arange(rows if needed is None else tokens) if some is None else some
         if rows > self._buffers.rows:
             self._buffers = self._allocate(rows)
         # torch would wake other threads for this, which costs more than it saves.
         np.copyto(self._buffers.hidden.numpy()[:rows, : self._weights.hidden_size], hidden.numpy())
-        out = torch.empty(rows, self._buffers.normed.shape[1])
-        self._share_out(rows, threads)
-        self._attend_to(metadata)
+        self._share_out(rows, len(read), threads)
+        self._attend_to(metadata, some)
         fields, at = self._fields, self._numbers
+        fields[at.gather, Gather.ROWS] = read.ctypes.data
         tables = [(cos.float().contiguous(), sin.float().contiguous()) for cos, sin in tables]
         for number, rotations in at.rotate_by_table.items():
             cos, sin = tables[number]
             fields[rotations, Rotate.COS], fields[rotations, Rotate.SIN] = cos.data_ptr(), sin.data_ptr()
             fields[rotations, Rotate.ROTARY_SIZE] = cos.shape[1]
-        fields[at.last_norm, Norm.OUT] = out.data_ptr()
         self._program.run(threads)
-        return out[:, : self._weights.hidden_size]
+        out = torch.empty(rows, self._weights.hidden_size)
+        out.numpy()[:] = np.nan
+        out.numpy()[read] = self._buffers.hidden.numpy()[: len(read), : self._weights.hidden_size]
+        return out
 
     def watch(self) -> OperationTimes:
         """From now on add up how long each kind of operation takes; costs a look at the clock for each."""
@@ -281,6 +299,8 @@ class DecoderProgram:
             self._describe_product(at.qkv, next(count), weights.qkv)
             self._describe_rotation(next(count), i, layer, weights)
             self._describe_attention(next(count), i, layer)
+            if i == len(self._layers) - 1:
+                self._describe_gathering(next(count))
             self._describe_quantisation(at.quantise_attended, count)
             self._describe_product(at.output, next(count), weights.output)
             self._describe_norm(at.output_norm, count, weights.output_norm)
@@ -359,6 +379,11 @@ class DecoderProgram:
         point_to(argument, layer.cache)
         self._of_layer[i] = _numbers(argument)[_OF_LAYER]
 
+    def _describe_gathering(self, number: int) -> None:
+        self._numbers.gather.append(number)
+        self._fields[number, CODE] = Code.GATHER
+        self._fields[number, Gather.ROWS_PER_CHUNK] = ROWS_PER_CHUNK
+
     def _allocate(self, rows: int) -> _Buffers:
         layer, attention = self._weights.layers[0], self._layers[0].spec
         aligned = -(-self._weights.hidden_size // ALIGNMENT) * ALIGNMENT
@@ -372,30 +397,43 @@ class DecoderProgram:
             torch.zeros(rows, self._record_bytes(), dtype=torch.uint8),
         )
         fields, at = self._fields, self._numbers
-        # What is normed before it is added lies where the norm before its product has put what that read.
-        for norms, source, target in (
-            ([*at.attention_norm, *at.mlp_norm, *at.last_norm], buffers.hidden, buffers.normed),
-            ([*at.output_norm, *at.down_norm], buffers.normed, buffers.hidden),
-        ):
-            fields[norms, Norm.X], fields[norms, Norm.X_STRIDE] = _place(source)
-            fields[norms, Norm.OUT], fields[norms, Norm.OUT_STRIDE] = _place(target)
-        for products, source, target in (
-            (at.qkv, buffers.normed if at.attention_norm else buffers.hidden, buffers.qkv),
-            (at.output, buffers.attended, buffers.normed if at.output_norm else buffers.hidden),
-            (at.gate_up, buffers.normed if at.mlp_norm else buffers.hidden, buffers.gated),
-            (at.down, buffers.gated, buffers.normed if at.down_norm else buffers.hidden),
-        ):
-            fields[products, Matmul.X], fields[products, Matmul.X_STRIDE] = _place(
-                buffers.records if self._quantised else source
-            )
-            fields[products, Matmul.OUT], fields[products, Matmul.OUT_STRIDE] = _place(target)
+        fields[at.gather, Gather.X], fields[at.gather, Gather.X_STRIDE] = _place(buffers.hidden)
+        fields[at.gather, Gather.OUT], fields[at.gather, Gather.OUT_STRIDE] = _place(buffers.normed)
+        fields[at.gather, Gather.WIDTH] = aligned
         fields[at.rotate, Rotate.X], fields[at.rotate, Rotate.X_STRIDE] = _place(buffers.qkv)
         keys = buffers.qkv.data_ptr() + _FLOAT * attention.num_heads * attention.head_size
         self._write[:, Write.KEY_IN] = keys
         self._write[:, Write.VALUE_IN] = keys + _FLOAT * attention.num_kv_heads * attention.head_size
-        if self._quantised:
-            self._place_records(buffers)
+        of_all, of_needed = 0, 1
+        self._place(buffers, of_all, buffers.hidden, buffers.normed)
+        # Needed rows are copied to where results of norms were, and change places with those from there on.
+        self._place(buffers, of_needed, buffers.normed, buffers.hidden)
         return buffers
+
+    def _place(self, buffers: _Buffers, half: int, hidden: torch.Tensor, normed: torch.Tensor) -> None:
+        """Tell one of the two halves of `apart` where hidden states are, and what norms make of them."""
+        fields, at = self._fields, self._numbers
+        # What is normed before it is added lies where the norm before its product has put what that read.
+        for numbers, source, target in (
+            ([*at.attention_norm, *at.mlp_norm, *at.last_norm], hidden, normed),
+            ([*at.output_norm, *at.down_norm], normed, hidden),
+        ):
+            norms = at.apart(numbers)[half]
+            fields[norms, Norm.X], fields[norms, Norm.X_STRIDE] = _place(source)
+            fields[norms, Norm.OUT], fields[norms, Norm.OUT_STRIDE] = _place(target)
+        for numbers, source, target in (
+            (at.qkv, normed if at.attention_norm else hidden, buffers.qkv),
+            (at.output, buffers.attended, normed if at.output_norm else hidden),
+            (at.gate_up, normed if at.mlp_norm else hidden, buffers.gated),
+            (at.down, buffers.gated, normed if at.down_norm else hidden),
+        ):
+            products = at.apart(numbers)[half]
+            fields[products, Matmul.X], fields[products, Matmul.X_STRIDE] = _place(
+                buffers.records if self._quantised else source
+            )
+            fields[products, Matmul.OUT], fields[products, Matmul.OUT_STRIDE] = _place(target)
+        if self._quantised:
+            self._place_records(buffers, half, hidden)
 
     def _record_bytes(self) -> int:
         """Of the widest records of a layer's products, if they take any."""
@@ -403,55 +441,74 @@ class DecoderProgram:
         widest = max(w.in_features for w in (layer.qkv, layer.output, layer.gate_up, layer.down))
         return record_bytes(widest) if self._quantised else 0
 
-    def _place_records(self, buffers: _Buffers) -> None:
+    def _place_records(self, buffers: _Buffers, half: int, hidden: torch.Tensor) -> None:
         fields, at, layer = self._fields, self._numbers, self._weights.layers[0]
         for norms in (at.attention_norm, at.mlp_norm):
             fields[norms, Norm.RECORDS], fields[norms, Norm.RECORD_STRIDE] = _place(buffers.records)
         for numbers, source, weights in (
-            (at.quantise_hidden, buffers.hidden, layer.qkv),
+            (at.quantise_hidden, hidden, layer.qkv),
             (at.quantise_attended, buffers.attended, layer.output),
             (at.quantise_gated, buffers.gated, layer.down),
         ):
             rows = source[:, : weights.in_features]
-            for number in numbers:
+            for number in at.apart(numbers)[half]:
                 quantise(fields[number], rows, buffers.records)
 
-    def _share_out(self, rows: int, threads: int) -> None:
+    def _share_out(self, rows: int, needed: int, threads: int) -> None:
         """Cut every operation but attention into chunks."""
-        if self._cut == (rows, threads):
+        if self._cut == (rows, needed, threads):
             return
         fields, at, first = self._fields, self._numbers, self._weights.layers[0]
-        for products, weights in (
+        for numbers, weights in (
             (at.qkv, first.qkv),
             (at.output, first.output),
             (at.gate_up, first.gate_up),
             (at.down, first.down),
         ):
-            panels, per_chunk, chunks = cut(weights, rows, threads)
-            fields[products, Matmul.NUM_ROWS], fields[products, CHUNKS] = rows, chunks
-            fields[products, Matmul.PANELS_PER_CHUNK] = panels
-            fields[products, Matmul.ROWS_PER_CHUNK] = per_chunk
-        chunks = -(-rows // ROWS_PER_CHUNK)
-        fields[at.norms, Norm.NUM_ROWS], fields[at.norms, CHUNKS] = rows, chunks
-        fields[at.rotate, Rotate.NUM_ROWS], fields[at.rotate, CHUNKS] = rows, chunks
-        quantisations = at.quantisations
-        fields[quantisations, Quantise.NUM_ROWS], fields[quantisations, CHUNKS] = rows, chunks
+            for products, count in zip(at.apart(numbers), (rows, needed), strict=True):
+                panels, per_chunk, chunks = cut(weights, max(1, count), threads)
+                fields[products, Matmul.NUM_ROWS] = count
+                fields[products, CHUNKS] = chunks if count else 0
+                fields[products, Matmul.PANELS_PER_CHUNK] = panels
+                fields[products, Matmul.ROWS_PER_CHUNK] = per_chunk
+        for num_rows, numbers in (
+            (Norm.NUM_ROWS, at.norms),
+            (Rotate.NUM_ROWS, at.rotate),
+            (Quantise.NUM_ROWS, at.quantisations),
+        ):
+            for each, count in zip(at.apart(numbers), (rows, needed), strict=True):
+                fields[each, num_rows], fields[each, CHUNKS] = count, -(-count // ROWS_PER_CHUNK)
+        fields[at.gather, Gather.NUM_ROWS] = needed
+        fields[at.gather, CHUNKS] = -(-needed // ROWS_PER_CHUNK)
         self._write[:, Write.NUM_ROWS] = rows
-        self._cut = rows, threads
+        self._cut = rows, needed, threads
 
-    def _attend_to(self, metadata: Sequence[AttentionMetadata]) -> None:
-        """Where this step's tokens are written and what they see."""
+    def _attend_to(self, metadata: Sequence[AttentionMetadata], needed: npt.NDArray[np.int64] | None) -> None:
+        """Where this step's tokens are written and what they see; in the last layer those that are needed."""
+        last = len(self._layers) - 1
         for (spec, group), numbers in self._kinds.items():
             cache = self._layers[numbers[0]].cache
-            argument, plan = self._backend.argument(cache, metadata[group], spec)
-            self._attend[numbers] = _numbers(argument)
             self._write[numbers, Write.SLOTS] = self._backend.slots(cache, metadata[group])
-            self._fields[[self._numbers.attend[i] for i in numbers], CHUNKS] = len(plan.chunks)
+            self._attend_in([i for i in numbers if i != last], cache, metadata[group], spec, None)
+            self._attend_in([i for i in numbers if i == last], cache, metadata[group], spec, needed)
         self._attend[:, _OF_LAYER] = self._of_layer
         self._attend[:, Attend.SCRATCH] = self._backend.scratch
         self._attend[:, Attend.QUERY] = self._buffers.qkv.data_ptr()
         self._attend[:, Attend.QUERY_TOKEN_STRIDE] = self._buffers.qkv.shape[1]
         self._attend[:, Attend.OUT] = self._buffers.attended.data_ptr()
+
+    def _attend_in(
+        self,
+        layers: list[int],
+        cache: KVCache,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        needed: npt.NDArray[np.int64] | None,
+    ) -> None:
+        if layers:
+            argument, plan = self._backend.argument(cache, metadata, spec, needed)
+            self._attend[layers] = _numbers(argument)
+            self._fields[[self._numbers.attend[i] for i in layers], CHUNKS] = len(plan.chunks)
 
 
 def _operations(layer: LayerWeights) -> int:

@@ -153,9 +153,9 @@ def _high(position: Any, tile: Any) -> Any:
 
 @njit(error_model="numpy")
 def _unit(a: Any, unit: Any) -> Any:
-    """(sequence, first row of the step, rows, position of the first row) of a unit."""
-    seq, first, tokens, position = carray(as_pointer(a[Attend.UNITS] + 32 * unit), 4, int64)
-    return seq, first, tokens, position
+    """(sequence, first row of the step, rows, position of the first row, first row of the result)."""
+    seq, first, tokens, position, out = carray(as_pointer(a[Attend.UNITS] + 40 * unit), 5, int64)
+    return seq, first, tokens, position, out
 
 
 @njit(error_model="numpy")
@@ -175,7 +175,7 @@ def _team(a: Any, team: Any) -> Any:
 @njit(error_model="numpy")
 def _own_tiles(a: Any, unit: Any, common: Any) -> Any:
     """First and last tile of a unit that are not common to its team."""
-    _, _, tokens, position = _unit(a, unit)
+    _, _, tokens, position, _ = _unit(a, unit)
     first, last = _tiles(position, tokens, a[Attend.WINDOW])
     return max(first, common), last
 
@@ -190,7 +190,7 @@ def _team_begins(a: Any, team: Any) -> Any:
 @njit(error_model="numpy")
 def _locate(a: Any, head: Any, unit: Any, tile: Any, tables: Any, at: Any) -> None:
     """Addresses of each LANES positions of `tile` that the unit sees, from number `at` of each table on."""
-    seq, _, tokens, position = _unit(a, unit)
+    seq, _, tokens, position, _ = _unit(a, unit)
     size, width, window = a[Attend.BLOCK_SIZE], a[Attend.V_WIDTH], a[Attend.WINDOW]
     head_size, item = a[Attend.HEAD_SIZE], a[Attend.ITEM_SIZE]
     table = carray(
@@ -348,7 +348,7 @@ def _start_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any) 
 
 
 @njit(error_model="numpy")
-def _finish_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any) -> None:
+def _finish_unit(a: Any, head: Any, first_row: Any, tokens: Any, scratch: Any) -> None:
     group, v_head_size, width = a[Attend.GROUP], a[Attend.V_HEAD_SIZE], a[Attend.V_WIDTH]
     _, _, t, _, _, acc = scratch
     rows = tokens * group
@@ -358,7 +358,7 @@ def _finish_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any)
         denominator = float32(0.0)
         for lane in range(LANES):
             denominator += total[r * LANES + lane]
-        place = (first_token + r // group) * num_heads + head * group + r % group
+        place = (first_row + r // group) * num_heads + head * group + r % group
         out = _floats(a[Attend.OUT] + 4 * place * v_head_size, v_head_size)
         for d in range(v_head_size):
             out[d] = sums[r * width + d] / denominator
@@ -400,7 +400,7 @@ def _attend_team(a: Any, head: Any, team: Any, then: Any, tables: Any, own: Any,
     scratch = _divide_scratch(a, own, all_tokens * group)
     done = 0
     for unit in range(first_unit, end_unit):
-        _, first, tokens, _ = _unit(a, unit)
+        _, first, tokens, _, _ = _unit(a, unit)
         _start_unit(a, head, first, tokens, _from_row(a, scratch, done * group))
         done += tokens
     if common > 0:
@@ -409,12 +409,12 @@ def _attend_team(a: Any, head: Any, team: Any, then: Any, tables: Any, own: Any,
         _attend_tiles(a, head, first_unit, all_tokens, end, tiles, after, tables, scratch, storage)
     done = 0
     for unit in range(first_unit, end_unit):
-        _, first, tokens, position = _unit(a, unit)
+        _, _, tokens, position, out = _unit(a, unit)
         mine = _from_row(a, scratch, done * group)
         after = (unit + 1, _own_tiles(a, unit + 1, common)[0]) if unit + 1 < end_unit else then
         tiles = _own_tiles(a, unit, common)
         _attend_tiles(a, head, unit, tokens, position, tiles, after, tables, mine, storage)
-        _finish_unit(a, head, first, tokens, mine)
+        _finish_unit(a, head, out, tokens, mine)
         done += tokens
 
 

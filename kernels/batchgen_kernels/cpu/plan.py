@@ -26,7 +26,8 @@ class Plan:
 
     Args:
         table: the block table.
-        units: [U, 4] of (sequence, first row of the step, number of rows, position of the first row).
+        units: [U, 5] of (sequence, first row of the step, number of rows, position of the first row, first
+            row of the result).
         teams: [N, 3] of (first unit, end of units, tiles that all of them begin with): these tiles lie in the
             same blocks for all units of a team, which is given them once, as one unit of many rows.
         chunks: [C, 3] of (KV head, first team, end of teams); KV heads outermost, so that sequences which
@@ -43,11 +44,21 @@ class Plan:
     cost: int
 
 
-def make_plan(meta: AttentionMetadata, spec: AttentionSpec, threads: int, unit_rows: int, tile: int) -> Plan:
-    """Plan for `threads` threads, units and teams of about `unit_rows` query rows, tiles of `tile` keys."""
+def make_plan(
+    meta: AttentionMetadata,
+    spec: AttentionSpec,
+    threads: int,
+    unit_rows: int,
+    tile: int,
+    needed: Int64 | None = None,
+) -> Plan:
+    """Plan for `threads` threads, units and teams of about `unit_rows` query rows, tiles of `tile` keys.
+
+    Only the rows of the step that are `needed`, in ascending order, are given a result, one after the other.
+    """
     starts, lens, table = _array(meta.query_start_loc), _array(meta.seq_lens), _array(meta.block_table)
     per_unit = max(1, unit_rows // spec.group_size)
-    units = _units(starts, lens, per_unit)
+    units = _units(_runs(starts, lens) if needed is None else _runs_of(needed, starts, lens), per_unit)
     wanted = max(1, -(-threads * CHUNKS_PER_THREAD // spec.num_kv_heads))
     if spec.sliding_window is None and len(units) > wanted:
         units = units[np.argsort(table[units[:, 0], 0], kind="stable")]
@@ -72,15 +83,35 @@ def _array(tensor: torch.Tensor) -> Int32:
     return np.ascontiguousarray(tensor, dtype=np.int32)
 
 
-def _units(starts: Int32, lens: Int32, per_unit: int) -> Int64:
-    rows = np.diff(starts).astype(np.int64)
+def _runs(starts: Int32, lens: Int32) -> Int64:
+    """All rows of each sequence, as one unit."""
+    rows = np.diff(starts)
+    return np.stack([np.arange(len(rows)), starts[:-1], rows, lens - rows, starts[:-1]], axis=1).astype(
+        np.int64
+    )
+
+
+def _runs_of(needed: Int64, starts: Int32, lens: Int32) -> Int64:
+    """Needed rows of a sequence that are neighbours, as one unit."""
+    seq = np.searchsorted(starts, needed, side="right") - 1
+    begins = np.ones(len(needed), dtype=bool)
+    begins[1:] = (np.diff(needed) > 1) | (np.diff(seq) > 0)
+    out = np.flatnonzero(begins)
+    first, seq = needed[out], seq[out]
+    rows = np.diff(out, append=len(needed))
+    return np.stack([seq, first, rows, lens[seq] - starts[seq + 1] + first, out], axis=1).astype(np.int64)
+
+
+def _units(runs: Int64, per_unit: int) -> Int64:
+    """Runs cut into units of at most so many rows."""
+    rows = runs[:, 2]
     count = -(-rows // per_unit)
-    seq = np.repeat(np.arange(len(rows)), count)
-    within = np.arange(len(seq)) - np.repeat(np.cumsum(count) - count, count)
-    first = within * per_unit
-    tokens = np.minimum(per_unit, rows[seq] - first)
-    position = lens[seq] - rows[seq] + first
-    return np.stack([seq, starts[seq] + first, tokens, position], axis=1).astype(np.int64)
+    run = np.repeat(np.arange(len(runs)), count)
+    first = (np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)) * per_unit
+    units = runs[run]
+    units[:, [1, 3, 4]] += first[:, None]
+    units[:, 2] = np.minimum(per_unit, rows[run] - first)
+    return units
 
 
 def _common_tiles(units: Int64, table: Int32, block_size: int, tile: int) -> Int64:
@@ -121,7 +152,7 @@ def _teams(units: Int64, common: Int64, most_tokens: int, most_units: int) -> In
 
 
 def _costs(units: Int64, spec: AttentionSpec) -> Int64:
-    _, _, tokens, position = units.T
+    tokens, position = units[:, 2], units[:, 3]
     end = position + tokens
     keys = end if spec.sliding_window is None else np.minimum(end, spec.sliding_window + tokens)
     cost: Int64 = tokens * spec.group_size * (keys + _COST_OF_START)

@@ -32,13 +32,13 @@ from batchgen_kernels.cpu.kernel import STORAGE, Attend, Write, attend_chunk, wr
 from batchgen_kernels.cpu.matmul import matmul_chunk
 from batchgen_kernels.cpu.quantised import quantised_matmul_chunk
 from batchgen_kernels.cpu.records import quantise_chunk
-from batchgen_kernels.cpu.rows import norm_chunk, rotate_chunk
+from batchgen_kernels.cpu.rows import gather_chunk, norm_chunk, rotate_chunk
 from batchgen_kernels.cpu.threads import run_on_caller, team
 
 FIELDS = 20
 """int64 numbers in an operation; a row of a program."""
 CODE, CLAIMED, DONE, CHUNKS = range(4)
-"""Every operation begins with these; the others are in `Matmul`, `Norm`, `Rotate` and `Quantise`."""
+"""Every operation begins with these; others are in `Matmul`, `Norm`, `Rotate`, `Gather` and `Quantise`."""
 ARGUMENT = 4
 """The address of an `AttendArgument` or `WriteArgument`."""
 
@@ -53,6 +53,7 @@ class Code(enum.IntEnum):
     WRITE = 4
     QUANTISE = 5
     QUANTISED_MATMUL = 6
+    GATHER = 7
 
 
 class _Header(ctypes.Structure):
@@ -61,7 +62,7 @@ class _Header(ctypes.Structure):
 
 _ATTEND_FIELDS, _WRITE_FIELDS = len(Attend), len(Write)
 _NORM, _ROTATE, _ATTEND = Code.NORM.value, Code.ROTATE.value, Code.ATTEND.value
-_WRITE, _QUANTISE = Code.WRITE.value, Code.QUANTISE.value
+_WRITE, _QUANTISE, _GATHER = Code.WRITE.value, Code.QUANTISE.value, Code.GATHER.value
 
 
 def _product_chunk(a: Any, chunk: Any, products: Any) -> None:
@@ -97,6 +98,8 @@ def _chunk(a: Any, chunk: Any, slot: Any, source_type: Any, storage: Any, produc
         norm_chunk(a, chunk)
     elif code == _ROTATE:
         rotate_chunk(a, chunk, storage, source_type)
+    elif code == _GATHER:
+        gather_chunk(a, chunk)
     else:
         _product_chunk(a, chunk, products)
 

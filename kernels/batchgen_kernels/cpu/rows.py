@@ -72,6 +72,19 @@ class Rotate(enum.IntEnum):
     WHOLE_NORMS = 18
 
 
+class Gather(enum.IntEnum):
+    """Where the fields of a copy are: row ROWS[i] of X, so many floats wide, becomes row i of OUT."""
+
+    X = 4
+    X_STRIDE = 5
+    OUT = 6
+    OUT_STRIDE = 7
+    WIDTH = 8
+    ROWS = 9
+    NUM_ROWS = 10
+    ROWS_PER_CHUNK = 11
+
+
 @intrinsic
 def _sum_of_squares(typingctx: Any, x: Any, count: Any) -> Any:
     """Of `count` floats, a multiple of LANES: lane by lane, then the lanes in pairs."""
@@ -140,6 +153,17 @@ def norm_chunk(a: Any, chunk: Any) -> None:
         _normalise(x, a[Norm.WEIGHT], out, a[Norm.WIDTH], a[Norm.EPSILON], a[Norm.ADDS])
         if a[Norm.RECORDS] != 0:
             quantise_row(out, a[Norm.WIDTH], a[Norm.RECORDS] + row * a[Norm.RECORD_STRIDE])
+
+
+@njit(error_model="numpy")
+def gather_chunk(a: Any, chunk: Any) -> None:
+    """Chunk number `chunk` of the rows of a copy (see `Gather`)."""
+    width = a[Gather.WIDTH]
+    rows = carray(as_pointer(a[Gather.ROWS]), a[Gather.NUM_ROWS], int64)
+    first = chunk * a[Gather.ROWS_PER_CHUNK]
+    for row in range(first, min(first + a[Gather.ROWS_PER_CHUNK], a[Gather.NUM_ROWS])):
+        source = carray(as_pointer(a[Gather.X] + 4 * rows[row] * a[Gather.X_STRIDE]), width, float32)
+        carray(as_pointer(a[Gather.OUT] + 4 * row * a[Gather.OUT_STRIDE]), width, float32)[:] = source
 
 
 @njit(error_model="numpy")

@@ -40,8 +40,8 @@ reaches rows of the same sequence before it, if they share its step, and no othe
 registers. Products of float32 are exact to float32 (`input_precision="ieee"`); in 16 bits the operands are
 rounded, probabilities too. int8 and fp8 (e4m3) keys enter the product as they are stored and their scales
 multiply scores; scales of values multiply probabilities, 16 rows of them in decoding and not a whole tile of
-values, except in float16, where such a product may be too small. A sink joins the weight at the end. Before 8.9
-a chip does not know e4m3: there its bytes become float16 by shifts, to the same numbers.
+values, except in float16, where such a product may be too small. A sink joins the weight at the end. Before
+8.9 a chip does not know e4m3: there its bytes become float16 by shifts, to the same numbers.
 
 **Splits.** With fewer programs than the device runs at a time each tile's keys are divided further
 (`tiles.choose_splits` has the formula); a second kernel adds the parts up. With `fixed_split` parts end at

@@ -38,7 +38,7 @@ def _load_part(ptr, offsets, present, FIRST: tl.constexpr, PART: tl.constexpr, W
 
 @triton.jit
 def _widen(x, dtype: tl.constexpr, FP8: tl.constexpr):
-    """Elements as stored, in the dtype of a product. FP8: bytes of e4m3, by an instruction (1) or shifts (2)."""
+    """Elements as stored, in the dtype of a product. FP8: bytes of e4m3, by instruction (1) or shifts (2)."""
     if FP8 == 1:
         x = x.to(tl.float8e4nv, bitcast=True)
     elif FP8 == 2:

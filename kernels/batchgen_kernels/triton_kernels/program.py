@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchgen_kernels.metadata import AttentionMetadata
@@ -170,8 +172,9 @@ class TritonProgram:
         hidden: torch.Tensor,
         tables: Sequence[tuple[torch.Tensor, torch.Tensor]],
         metadata: Sequence[AttentionMetadata],
+        needed: npt.NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
-        """See `LayersProgram`; all in the dtype of the weights."""
+        """See `LayersProgram`; all rows, in the dtype of the weights."""
         rows = len(hidden)
         buffers = self._kept.first(rows) if rows <= self._max_rows else self._allocate(rows)
         buffers.hidden.copy_(hidden)
