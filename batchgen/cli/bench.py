@@ -70,7 +70,11 @@ FAULTS = 8
     metavar="SECONDS",
     help="A run that takes longer has failed.",
 )
-@click.option("--kernels", is_flag=True, help="Not built yet.")
+@click.option(
+    "--kernels",
+    is_flag=True,
+    help="Each kernel by itself, of what this device can do, at the shapes of --model, else of a dummy.",
+)
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures."
 )
@@ -101,7 +105,9 @@ def command(
     from batchgen.bench.contest import Rules
 
     if kernels:
-        raise click.UsageError("--kernels is not built yet; leave it out")
+        if job is not None:
+            raise click.UsageError("--kernels measures no rows; give no JOB, or --model for its shapes")
+        return _kernels(model, json_file)
     if (job is None) == (model is None):
         raise click.UsageError("give a JOB, or --model and no JOB")
     peers, missing = _peers(beside, chosen)
@@ -128,6 +134,20 @@ def command(
     if json_file is not None:
         _write(json_file, report)
     return FAULTS if _has_failed(report) else 0
+
+
+def _kernels(model: str | None, json_file: Path | None) -> int:
+    from batchgen.bench.environment import environment
+    from batchgen.bench.kernels import lines, measured_here
+
+    if json_file is not None:
+        _check_writable(json_file)
+    figures = measured_here(model, lambda line: click.echo(line, err=True))
+    for line in lines(figures):
+        click.echo(line)
+    if json_file is not None:
+        _write(json_file, {**environment(_threads()), **figures})
+    return 0
 
 
 def _workloads(names: Sequence[str], limit: int | None, *, has_job: bool) -> Iterator[Workload | None]:

@@ -241,7 +241,9 @@ def test_a_workload_in_tokens_of_another_model(model: Path, capsys: Captured) ->
     [
         ([], 2, "give a JOB, or --model and no JOB"),
         (["job.yaml", "--model", "m"], 2, "give a JOB, or --model and no JOB"),
-        (["job.yaml", "--kernels"], 2, "--kernels is not built yet"),
+        (["job.yaml", "--kernels"], 2, "--kernels measures no rows"),
+        (["--kernels", "--model", "no/such"], 2, "no/such"),
+        (["--kernels", "--json", "no/where.json"], 2, "there is no folder"),
         (["job.yaml", "--peer", "vlm"], 2, "--peer vlm: there is none of this name; use vllm, openvino,"),
         (["job.yaml", "--peer", "vllm"], 2, "it is not installed (no "),
         (["job.yaml", "--json", "no/where.json"], 2, "--json no/where.json: there is no folder"),
