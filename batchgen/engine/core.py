@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -172,6 +173,8 @@ class EngineCore:
             if not is_of_a_row(failure.error):
                 raise failure.error from None
             logger.exception("a step of %d requests failed", len(failure.requests))
+            # They hold the step's tensors as long as the error is kept.
+            traceback.clear_frames(failure.error.__traceback__)
             self._isolation.failed(failure, self.scheduler.requests)
             return self._settle()
         self._note_started(planned, now)

@@ -31,7 +31,7 @@ def run_largest_step(
     tokens: int,
     sampled: int,
     longest: int,
-    vocab_size: int,
+    whole_context: bool,
     scores: bool,
 ) -> StepMemory:
     """What a step of so many tokens needs, so many of them sampled.
@@ -41,11 +41,11 @@ def run_largest_step(
         memory: of its device.
         tokens: most in a step.
         sampled: most rows of logits that lie in memory at once.
-        longest: tokens of the longest sequence, where its length matters; else 0.
-        vocab_size: token ids that the model knows are below it.
+        longest: tokens of the longest sequence.
+        whole_context: whether the tokens are the last of such sequences, where it matters what is before.
         scores: whether requests may ask for scores of known tokens.
     """
-    planned = _largest(runner, tokens, sampled, longest)
+    planned = _largest(runner, tokens, sampled, longest, whole_context=whole_context)
 
     def step() -> torch.Tensor:
         logits = runner.execute(planned)
@@ -67,18 +67,22 @@ def run_largest_step(
     return StepMemory(activations=alone, logits=0, scoring=max(0, both - alone))
 
 
-def _largest(runner: ModelRunner, tokens: int, sampled: int, longest: int) -> SchedulerOutput:
-    """Sequences of one token, and one with all others at the end of a long context; all in one block."""
+def _largest(
+    runner: ModelRunner, tokens: int, sampled: int, longest: int, *, whole_context: bool
+) -> SchedulerOutput:
+    """Sequences of one token, and as few as possible with all others; all keys are in one block."""
     groups = len(runner.layout.groups)
     sampled = min(sampled, tokens)
-    lengths = [1] * (sampled - 1) + [tokens - sampled + 1]
+    lengths = [1] * (sampled - 1)
+    for start in range(0, tokens - len(lengths), longest):
+        lengths.append(min(longest, tokens - sampled + 1 - start))
     scheduled = []
     for row, length in enumerate(lengths):
-        end = length if row < sampled - 1 else max(length, longest)
-        # Only as long as its tokens are looked up is a request real: they are its last ones.
+        end = longest if whole_context and row >= sampled - 1 else length
         request = Request(row, [0] * end, SamplingParams())
         blocks = [_BLOCK] * -(-end // runner.block_size)
-        scheduled.append(ScheduledRequest(request, end - length, length, True, [blocks] * groups))
+        samples = row < sampled
+        scheduled.append(ScheduledRequest(request, end - length, length, samples, [blocks] * groups))
     return SchedulerOutput(scheduled=scheduled, total_tokens=tokens, copies=[], preempted=[])
 
 

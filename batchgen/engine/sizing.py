@@ -133,16 +133,14 @@ class Sizing(ABC):
         if memory is None:
             step = largest_step(scratch, tokens=self.max_tokens, sampled=self.max_seqs, scores=scores)
         else:
-            # Otherwise a step takes no more for a long context than for a short one.
-            whole = self._config.deterministic is True
-            longest = (self._config.max_model_len or self._model.context) if whole else 0
             step = run_largest_step(
                 scratch,
                 memory,
                 tokens=self.max_tokens,
                 sampled=self.max_seqs,
-                longest=longest,
-                vocab_size=self._model.vocab_size,
+                longest=self._config.max_model_len or self._model.context,
+                # Otherwise a step takes no more behind a long context than behind a short one.
+                whole_context=self._config.deterministic is True,
                 scores=scores,
             )
         scratch.close()

@@ -18,6 +18,7 @@ FILES = [
     "triton_program.py",
     "triton_mutations.py",
     "triton_engine.py",
+    "triton_gpu.py",
 ]
 
 

@@ -1,0 +1,64 @@
+"""The engine as it is on a GPU, with the Triton kernels interpreted: transformers' tokens, bits of a row."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engine_harness import make_engine, record_logits, reschedule, run
+from stand_in_gpu import stand_in_gpu
+from tiny_models import oracle, save_tiny_llama
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
+
+from families import FAMILIES
+
+from batchgen.types import SamplingParams
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 3 + [7], [250]]
+
+
+def test_tokens_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with windows, sinks and experts."""
+    (family,) = [family for family in FAMILIES if family.name == "gpt_oss"]
+    folder = family.save(tmp_path)
+    stand_in_gpu(monkeypatch)
+    engine = make_engine(
+        folder,
+        attention="triton",
+        dtype="float32",
+        max_model_len=48,
+        max_num_batched_tokens=16,
+        max_num_seqs=2,
+    )
+    assert (engine.facts["device"], engine.facts["attention"]) == ("cuda", "triton")
+    outputs = run(engine, PROMPTS, SamplingParams(max_tokens=3))
+    assert [output.token_ids for output in outputs] == oracle(folder, PROMPTS, 3)
+
+
+def test_a_row_has_the_same_bits_in_every_batch_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products are torch's on this processor, which the check finds to be independent of the batch."""
+    stand_in_gpu(monkeypatch)
+    engine = make_engine(
+        save_tiny_llama(tmp_path, num_hidden_layers=1),
+        attention="triton",
+        dtype="float32",
+        deterministic=True,
+        max_model_len=48,
+        max_num_batched_tokens=24,
+        max_num_seqs=2,
+    )
+    assert engine.facts["batch_invariant"]
+    prompts = [[(7 * i + j) % 250 for i in range(40)] for j in range(2)]
+    greedy = SamplingParams(max_tokens=2, ignore_eos=True)
+    alone = reschedule(engine, 48, max_num_seqs=1, max_num_batched_tokens=48, prefix_caching=False)
+    truth = record_logits(alone)
+    run(alone, prompts[:1], greedy)
+    together = reschedule(engine, 96, max_num_seqs=2, max_num_batched_tokens=24)
+    seen = record_logits(together)
+    run(together, prompts, greedy)
+    assert all(torch.equal(seen[key], logits) for key, logits in truth.items())

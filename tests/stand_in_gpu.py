@@ -1,0 +1,53 @@
+"""A GPU that is none: everything is chosen as on one, and computed on the processor.
+
+With `TRITON_INTERPRET=1` in the environment the kernels are Triton's own, interpreted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from batchgen.devices import CPU, CUDA
+from batchgen.engine import build
+from batchgen.engine.device import HOST, Device
+from batchgen.engine.step_memory import PeakBytes
+
+FREE = 2**30
+
+
+class StandInMemory:
+    """See `DeviceMemory`: a GiB of which everything is always free.
+
+    Attributes:
+        given_back: how often what is kept was given back.
+    """
+
+    total = FREE
+
+    def __init__(self) -> None:
+        self.given_back = 0
+
+    def free(self) -> int:
+        self.give_back()
+        return FREE
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        watch = PeakBytes()
+        with watch:
+            run()
+        return watch.peak
+
+    def give_back(self) -> None:
+        self.given_back += 1
+
+
+def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> StandInMemory:
+    """Let engines that are built from now on find a stand-in, unless they ask for the processor."""
+    memory = StandInMemory()
+    facts = (("gpu", "stand-in"), ("gpu_capability", "9.0"))
+    device = Device(CUDA, torch.device("cpu"), memory, facts, note="device: stand-in")
+    monkeypatch.setattr(build, "find_device", lambda asked: HOST if asked == CPU else device)
+    return memory
