@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numba import njit
+from numba.core.caching import IndexDataCacheFile
 
 from batchgen_kernels import AttentionMetadata, AttentionSpec, KVCache
 from batchgen_kernels.backend import allocate
 from batchgen_kernels.cpu import CpuBackend, program, threads
-from batchgen_kernels.cpu.cache import cache_directory
+from batchgen_kernels.cpu.cache import cache_directory, numba_cache
 from batchgen_kernels.reference import ReferenceBackend
 
 CPU = torch.device("cpu")
@@ -506,3 +509,24 @@ def test_where_compiled_kernels_are_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert cache_directory() is None
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "named"))
     assert cache_directory() == tmp_path / "named" / folder.name
+
+
+def test_kernels_are_kept_where_there_can_be_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    folder = cache_directory()
+    assert folder is not None
+    (folder / "lock").mkdir()
+    with numba_cache() as cached:
+        assert cached
+
+
+def test_kernels_are_compiled_where_they_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(program, "_run", njit(lambda header, source_type, storage, products: None))
+    monkeypatch.setattr(IndexDataCacheFile, "save", full)
+    assert program.compiled.__wrapped__(torch.float32).address

@@ -46,6 +46,11 @@ class Generator:
             outputs.update(zip(numbers, done, strict=True))
         return [outputs[i] for i in range(len(rows))]
 
+    def negative_logprob(self, windows: list[list[int]]) -> tuple[float, int]:
+        texts = [list(map(self._words.id_to_token, ids)) for ids in windows]
+        scored = self._generator.score_batch(texts, max_batch_size=1)
+        return -sum(sum(s.log_probs) for s in scored), sum(len(s.log_probs) for s in scored)
+
     def _run(self, prompts: list[list[Any]], lengths: list[int], static: list[Any] | None) -> list[list[int]]:
         # A step's own number counts forced tokens of the prompt, too.
         generated = [0] * len(prompts)

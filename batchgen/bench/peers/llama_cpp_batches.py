@@ -81,6 +81,23 @@ class Batches:
                     slots[k] = None
         return outputs
 
+    def negative_logprob(self, windows: list[list[int]]) -> tuple[float, int]:
+        np, memory = self._np, self._c.llama_get_memory(self._context)
+        total, count = 0.0, 0
+        for ids in windows:
+            self._c.llama_memory_clear(memory, True)
+            for start in range(0, len(ids), self._most):
+                piece = ids[start : start + self._most]
+                for j, token in enumerate(piece):
+                    self._put(j, token, start + j, 0, True)
+                self._decode(len(piece))
+                for j, target in enumerate(ids[start + 1 : start + len(piece) + 1]):
+                    logits = self._logits(j).astype(np.float64)
+                    peak = logits.max()
+                    total += float(peak + np.log(np.exp(logits - peak).sum()) - logits[target])
+                    count += 1
+        return total, count
+
     def _share(self, prompts: list[list[int]]) -> int:
         """Compute what all prompts begin with; returns its length."""
         shared, most = 0, min(map(len, prompts)) - 1
@@ -117,8 +134,11 @@ class Batches:
         return [(k, self._likeliest(place)) for k, place in wanted]
 
     def _likeliest(self, place: int) -> int:
+        return int(self._logits(place).argmax())
+
+    def _logits(self, place: int) -> Any:
         logits = self._c.llama_get_logits_ith(self._context, place)
-        return int(self._np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
+        return self._np.ctypeslib.as_array(logits, (self._vocabulary,))
 
     def _put(self, place: int, token: int, position: int, sequence: int, wanted: bool) -> None:
         batch = self._batch

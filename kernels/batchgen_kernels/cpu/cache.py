@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,10 @@ def numba_cache() -> Iterator[bool]:
     if folder is None:
         yield False
         return
-    with open(folder / "lock", "a") as lock:
-        # Where a file system has no locks, each process compiles for itself.
+    with ExitStack() as held:
+        # Where there can be no lock, each process compiles for itself.
         with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(held.enter_context(open(folder / "lock", "a")), fcntl.LOCK_EX)
         _config.CACHE_DIR = str(folder)
         try:
             yield True

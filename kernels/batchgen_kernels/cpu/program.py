@@ -133,13 +133,17 @@ def compiled(kv_dtype: torch.dtype, *, quantised: bool = False) -> Any:
     storage = STORAGE[kv_dtype]
     products = int8 if quantised else float32
     source_type = float32 if storage is int8 else storage
-    with numba_cache() as cached:
 
-        @cfunc(types.void(types.voidptr), cache=cached)
-        def run(address: Any) -> None:
-            _run(carray(address, 4, int64), source_type, storage, products)
+    def run(address: Any) -> None:
+        _run(carray(address, 4, int64), source_type, storage, products)
 
-    return run
+    signature = types.void(types.voidptr)
+    try:
+        with numba_cache() as cached:
+            return cfunc(signature, cache=cached)(run)
+    except OSError:
+        # On a full disk Numba cannot keep what it has compiled.
+        return cfunc(signature)(run)
 
 
 class Program:
