@@ -274,8 +274,10 @@ class LLM:
     def close(self) -> None:
         """Give the memory of weights and cache back; the object is unusable afterwards. Twice is once."""
         if self._open is not None:
+            device = self._open.core.runner.device
             self._open.core.close()
             self._open = None
+            device.give_back()
 
     def __enter__(self) -> Self:
         return self

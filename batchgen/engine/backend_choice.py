@@ -56,8 +56,8 @@ def _check_products(backend: AttentionBackend, quantization: str | None) -> None
     if quantization is not None and backend.name != "cpu":
         raise UsageError(
             f"model.quantization: {quantization} needs the cpu attention backend, and this is "
-            f"{backend.name}; use engine.attention: cpu, which says what it lacks, or leave "
-            "model.quantization out"
+            f"{backend.name}; use engine.device: cpu and engine.attention: cpu, which says what it lacks, or "
+            "leave model.quantization out"
         )
 
 

@@ -205,7 +205,7 @@ class EngineCore:
         while True:
             if retried:
                 # Behind the handler of what was raised, whose frames hold the step's tensors.
-                self.runner.give_back()
+                self.runner.device.give_back()
             planned = self.scheduler.schedule(self._budget.tokens)
             if self.on_step is not None:
                 self.on_step(list(dict.fromkeys(s.request.row for s in planned.scheduled)))

@@ -7,6 +7,7 @@ processors fast (programs of our own products, packed weights that are kept) is 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,13 @@ class Device:
     def is_gpu(self) -> bool:
         """Whether it is chosen for as a GPU."""
         return self.kind == CUDA
+
+    def give_back(self) -> None:
+        """Return to a GPU what nobody uses any more."""
+        if self.memory is not None:
+            # A model is full of cycles.
+            gc.collect()
+            self.memory.give_back()
 
 
 HOST = Device(CPU, torch.device(CPU))

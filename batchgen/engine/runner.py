@@ -151,14 +151,9 @@ class ModelRunner:
         padded = torch.cat([hidden, hidden[:1].expand(missing, -1)]) if missing else hidden
         return self.parts.head(padded)[: len(hidden)].float()
 
-    def give_back(self) -> None:
-        """Return what the device's allocator keeps and nobody uses."""
-        if self.device.memory is not None:
-            self.device.memory.give_back()
-
     def close(self) -> None:
         """Give the memory of the KV cache back, and that of the weights if nobody else holds the model."""
         self.program = None
         self.kv.close()
         self.parts.close()
-        self.give_back()
+        self.device.give_back()

@@ -2,28 +2,27 @@
 
 The host waits once, for the tokens. The same noise, the same order of operations; sums over the vocabulary
 are added up in another order, so that where a draw falls on a border, which is as rare as float64 is precise,
-another token may be drawn than on the host. Rows with operations of their own (penalties, biases, bad words)
-are processed on the host.
+another token may be drawn than on the host. Rows with functions of the caller's are processed on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchgen.sampling.edits import Edits, Transfer
 from batchgen.sampling.noise import uniform
-from batchgen.sampling.sampler import SamplingRow, finite_rows, sample
+from batchgen.sampling.operations import Custom
+from batchgen.sampling.sampler import SamplingRow, finite_rows, none_left, sample
 from batchgen.types import RowError
 
-Transfer = Callable[[Sequence[npt.NDArray[np.generic]]], list[torch.Tensor]]
-"""From arrays to tensors on the device, without waiting."""
-_NONFINITE = -1
+_NONFINITE, _NONE_LEFT = -1, -2
 _AT_ONCE = 2**23
-"""Probabilities that are worked on at a time: a few hundred MiB with everything that is made of them."""
+"""Logits that are worked on at a time: a few hundred MiB with everything that is made of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +30,27 @@ class Drawn:
     """Tokens that have been drawn, or will have been when the device comes to it.
 
     Args:
-        tokens: `(R,)` int64 on the device; -1 where logits are not finite, anything for rows in `chosen`.
+        tokens: `(R,)` int64 on the device; -1 where logits are not finite, -2 where a row's operations have
+            barred all tokens, anything for rows in `chosen`.
+        rows: whose they are.
         chosen: what was decided on the host, by row; None where logits are not finite.
     """
 
     tokens: torch.Tensor
-    chosen: dict[int, int | RowError | None] = field(default_factory=dict)
+    rows: Sequence[SamplingRow]
+    chosen: dict[int, int | RowError | None]
 
     def result(self) -> list[int | RowError | None]:
         """R token ids, or why a row has none; None where its logits are not finite. Waits for the device."""
-        found = [None if token == _NONFINITE else token for token in self.tokens.tolist()]
-        return [self.chosen.get(i, token) for i, token in enumerate(found)]
+        found: list[int | RowError | None] = []
+        for i, (row, token) in enumerate(zip(self.rows, self.tokens.tolist(), strict=True)):
+            if i in self.chosen:
+                found.append(self.chosen[i])
+            elif token == _NONE_LEFT:
+                found.append(none_left(row).error)
+            else:
+                found.append(None if token == _NONFINITE else token)
+        return found
 
 
 @torch.inference_mode()
@@ -65,12 +74,46 @@ def draw(
     if source is not None:
         (index,) = transfer([places])
         finite, tokens = finite[index], tokens[index]
-    random = [i for i, row in enumerate(rows) if not row.operations and not row.sampling.greedy]
+    plain, edited, own = _by_need(rows)
+    random = [i for i in plain if not rows[i].sampling.greedy]
     if random:
         _draw_random(logits, [rows[i] for i in random], places[random], np.array(random), tokens, transfer)
-    own = [i for i, row in enumerate(rows) if row.operations]
+    step = max(1, _AT_ONCE // logits.shape[1])
+    for start in range(0, len(edited), step):
+        part = edited[start : start + step]
+        (index, target) = transfer([places[part], np.array(part)])
+        tokens[target] = _draw_edited(logits[index], [rows[i] for i in part], transfer)
     chosen = _choose_on_host(logits, [rows[i] for i in own], places[own], transfer) if own else []
-    return Drawn(torch.where(finite, tokens, _NONFINITE), dict(zip(own, chosen, strict=True)))
+    tokens = torch.where(finite, tokens, _NONFINITE)
+    return Drawn(tokens, rows, dict(zip(own, chosen, strict=True)))
+
+
+def _by_need(rows: Sequence[SamplingRow]) -> tuple[list[int], list[int], list[int]]:
+    """Rows without operations, rows with some that can be said in numbers, and rows with others."""
+    plain: list[int] = []
+    edited: list[int] = []
+    own: list[int] = []
+    for i, row in enumerate(rows):
+        of_caller = any(isinstance(operation, Custom) for operation in row.operations)
+        (own if of_caller else edited if row.operations else plain).append(i)
+    return plain, edited, own
+
+
+def _draw_edited(logits: torch.Tensor, rows: list[SamplingRow], transfer: Transfer) -> torch.Tensor:
+    """`(R,)` tokens of `(R, V)` logits, which are changed, after each row's operations."""
+    edits = Edits()
+    for number, row in enumerate(rows):
+        edits.row = number
+        assert row.history is not None, "operations need the tokens so far"
+        for operation in row.operations:
+            operation.edit(edits, row.history)
+    logits = edits.apply(logits, transfer)
+    tokens = logits.argmax(-1)
+    random = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+    if random:
+        places = np.array(random)
+        _draw_random(logits, [rows[i] for i in random], places, places, tokens, transfer)
+    return torch.where(logits.amax(-1) == -torch.inf, _NONE_LEFT, tokens)
 
 
 def _choose_on_host(

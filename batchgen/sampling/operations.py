@@ -7,13 +7,14 @@ costs nothing. What a row has generated comes with its `TokenHistory`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from batchgen.sampling.bad_words import spellings
+from batchgen.sampling.edits import Edits
 from batchgen.sampling.history import TokenHistory
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.types import ErrorClass, LogitsProcessor, RowFailure, SamplingParams
@@ -34,6 +35,10 @@ class Operation(Protocol):
         """
         ...
 
+    def edit(self, edits: Edits, history: TokenHistory) -> None:
+        """Say in numbers what is to be done, for logits on a device."""
+        ...
+
 
 class AllowedTokens:
     """Only these token ids may be chosen."""
@@ -45,6 +50,10 @@ class AllowedTokens:
         allowed = torch.full_like(logits, -torch.inf)
         allowed[self._ids] = logits[self._ids]
         return allowed
+
+    def edit(self, edits: Edits, history: TokenHistory) -> None:
+        """See `Operation`."""
+        edits.keep_only(self._ids)
 
 
 class BadWords:
@@ -66,11 +75,21 @@ class BadWords:
 
     def __call__(self, logits: torch.Tensor, history: TokenHistory) -> torch.Tensor:
         logits[self._always] = -torch.inf
+        for token in self._written(history):
+            logits[token] = -torch.inf
+        return logits
+
+    def edit(self, edits: Edits, history: TokenHistory) -> None:
+        """See `Operation`."""
+        edits.bar(self._always)
+        edits.bar(torch.tensor(list(self._written(history)), dtype=torch.int64))
+
+    def _written(self, history: TokenHistory) -> Iterator[int]:
+        """Last tokens of sequences of which all others have just been written."""
         last = history.tail(1)
         for sequence in self._after.get(last[0], ()) if last else ():
             if tuple(history.tail(len(sequence) - 1)) == sequence[:-1]:
-                logits[sequence[-1]] = -torch.inf
-        return logits
+                yield sequence[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +104,11 @@ class MinTokens:
             logits[self.stop_ids] = -torch.inf
         return logits
 
+    def edit(self, edits: Edits, history: TokenHistory) -> None:
+        """See `Operation`."""
+        if len(history.output) < self.least:
+            edits.bar(self.stop_ids)
+
 
 class LogitBias:
     """A number added to the logits of some token ids."""
@@ -96,6 +120,10 @@ class LogitBias:
     def __call__(self, logits: torch.Tensor, history: TokenHistory) -> torch.Tensor:
         logits[self._ids] += self._bias
         return logits
+
+    def edit(self, edits: Edits, history: TokenHistory) -> None:
+        """See `Operation`."""
+        edits.add(self._ids, self._bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +150,11 @@ class Penalties:
         logits[seen.ids] = found
         return logits
 
+    def edit(self, edits: Edits, history: TokenHistory) -> None:
+        """See `Operation`."""
+        seen = history.counts(with_prompt=self.repetition != 1)
+        edits.penalise(seen.ids, seen.counts, self.repetition, self.frequency, self.presence)
+
 
 @dataclass(frozen=True, slots=True)
 class Custom:
@@ -146,6 +179,10 @@ class Custom:
         if not (result < torch.inf).all():
             raise self._failure("returned NaN or infinity; return numbers, or -inf for what is not allowed")
         return result.float()
+
+    def edit(self, edits: Edits, history: TokenHistory) -> None:
+        """There are no numbers: what the function does is known when it is called."""
+        raise TypeError("a function of the caller's is called on the host")
 
     def _failure(self, what: str) -> RowFailure:
         name = getattr(self.process, "__name__", type(self.process).__name__)

@@ -84,14 +84,19 @@ def processed(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     for operation in row.operations:
         logits = operation(logits, row.history)
     if logits.max() == -torch.inf:
-        # Which of several samples comes to this first, and where, depends on what else runs.
-        where = f" at position {row.position}" if row.sampling.n == 1 else ""
-        raise RowFailure(
-            ErrorClass.INVALID_PARAM,
-            f"no token may be drawn{where}: what allowed_token_ids allows is barred by "
-            "bad_words, min_tokens or logits_processors; allow more",
-        )
+        raise none_left(row)
     return logits
+
+
+def none_left(row: SamplingRow) -> RowFailure:
+    """What becomes of a row whose operations have barred every token."""
+    # Which of several samples comes to this first, and where, depends on what else runs.
+    where = f" at position {row.position}" if row.sampling.n == 1 else ""
+    return RowFailure(
+        ErrorClass.INVALID_PARAM,
+        f"no token may be drawn{where}: what allowed_token_ids allows is barred by "
+        "bad_words, min_tokens or logits_processors; allow more",
+    )
 
 
 def _draw(logits: torch.Tensor, row: SamplingRow) -> int:

@@ -33,7 +33,9 @@ from batchgen.models.attention import ATTENTION_NAME, register_attention
 from batchgen.models.layer_attention import LayerAttention
 from batchgen.models.loader import LoadedModel
 from batchgen.models.probe import probe_model
+from batchgen.sampling.history import TokenHistory
 from batchgen.sampling.on_device import draw
+from batchgen.sampling.operations import AllowedTokens, BadWords, LogitBias, MinTokens, Penalties
 from batchgen.sampling.sampler import SamplingRow
 from batchgen.types import Request, SamplingParams
 from batchgen_kernels.triton_kernels import backend as triton_backend
@@ -176,6 +178,18 @@ def test_tokens_are_drawn_without_waiting(kernels: dict[str, Kernel]) -> None:
         assert draw(logits, rows, runner.transfer).tokens.shape == (2,)
         assert draw(logits, rows * 2, runner.transfer, [0, 1, 1, 1]).tokens.shape == (4,)
     assert watch.copies == 3, "settings of those that are random, and which logits forks share"
+    operations = (
+        AllowedTokens([1, 2, 3]),
+        BadWords([(1,), (2, 3)]),
+        MinTokens(5, torch.tensor([2])),
+        LogitBias({3: 1.0}),
+        Penalties(1.1, 0.2, 0.3),
+    )
+    history = TokenHistory([1, 2], [2])
+    edited = [SamplingRow(kind, row, 0, 40, operations, history) for row, kind in enumerate(kinds)]
+    with OneDevice() as watch:
+        assert draw(logits, edited, runner.transfer).tokens.shape == (2,)
+    assert watch.copies == 3, "which rows, what is done to them, settings"
 
 
 def test_a_graph_finds_its_numbers_where_they_were(kernels: dict[str, Kernel]) -> None:

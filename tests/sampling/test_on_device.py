@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
 from batchgen.sampling import on_device
 from batchgen.sampling.history import TokenHistory
 from batchgen.sampling.on_device import draw
-from batchgen.sampling.operations import LogitBias
+from batchgen.sampling.operations import (
+    AllowedTokens,
+    BadWords,
+    Custom,
+    LogitBias,
+    MinTokens,
+    Operation,
+    Penalties,
+)
 from batchgen.sampling.sampler import SamplingRow, sample
-from batchgen.types import SamplingParams
+from batchgen.types import RowError, SamplingParams
 
 WIDTH = 97
 
@@ -45,13 +56,14 @@ def test_as_on_the_host_with_every_setting() -> None:
         assert draw(given, rows_of(kinds), transfer).result() == sample(given, rows_of(kinds))
 
 
-def test_pieces_of_few_rows(monkeypatch: object) -> None:
+def test_pieces_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = settings()
-    given = logits(len(kinds))
-    whole = draw(given, rows_of(kinds), transfer).result()
-    before, on_device._AT_ONCE = on_device._AT_ONCE, 5 * WIDTH
-    assert draw(given, rows_of(kinds), transfer).result() == whole
-    on_device._AT_ONCE = before
+    given = logits(2 * len(kinds))
+    rows = rows_of(kinds * 2)
+    rows[3::5] = [replace(row, operations=MORE, history=TokenHistory([1, 2], [3])) for row in rows[3::5]]
+    whole = draw(given, rows, transfer).result()
+    monkeypatch.setattr(on_device, "_AT_ONCE", 5 * WIDTH)
+    assert draw(given, rows, transfer).result() == whole
 
 
 def test_noise_at_both_ends_and_mass_at_one() -> None:
@@ -80,12 +92,53 @@ def test_rows_that_are_not_finite_have_no_token_and_others_do() -> None:
     assert [found[0], found[2]] == [sample(given[i : i + 1], [rows[i]])[0] for i in (0, 2)]
 
 
+WORDS = {(5,), (6, 7), (8, 9, 10)}
+OPERATIONS: tuple[Operation, ...] = (
+    AllowedTokens(list(range(0, WIDTH, 2))),
+    BadWords(sorted(WORDS)),
+    MinTokens(3, torch.tensor([2, 40])),
+    LogitBias({7: 2.0, 41: -3.0, 60: 100.0}),
+    Penalties(1.3, 0.0, 0.0),
+)
+MORE: tuple[Operation, ...] = (LogitBias({1: 0.3}), Penalties(1.0, 0.7, 0.4))
+
+
 def test_operations_are_those_of_the_host() -> None:
+    """Each alone, all together in their order, and rows that have none among them."""
+    generator = random.Random(5)
+    kinds = [(), *([operation] for operation in OPERATIONS), MORE, OPERATIONS]
+    sampled = SamplingParams(temperature=1.0, top_p=0.9, seed=2)
+    for seed, coarse in itertools.product(range(5), (False, True)):
+        rows = []
+        for i in range(40):
+            written = [generator.randrange(WIDTH) for _ in range(generator.randrange(6))]
+            prompt = [generator.randrange(WIDTH) for _ in range(generator.randrange(1, 30))]
+            tail = generator.choice([[], [6], [8, 9], [9]])
+            history = TokenHistory(prompt, written + tail)
+            settings = SamplingParams() if i % 2 else sampled
+            rows.append(SamplingRow(settings, i, 0, 9, tuple(kinds[i % len(kinds)]), history))
+        given = logits(len(rows), seed, coarse)
+        before = given.clone()
+        assert draw(given, rows, transfer).result() == sample(given, rows)
+        assert torch.equal(given, before), "other samples of a row are drawn from the same logits"
+
+
+def test_a_row_that_may_draw_nothing_says_so_and_others_go_on() -> None:
+    given = logits(3)
+    given[1, 4] = float("nan")
+    barred = (AllowedTokens([5]), BadWords([(5,)]))
+    rows = [SamplingRow(SamplingParams(), i, 0, 3, barred, TokenHistory([1], [])) for i in range(2)]
+    rows.append(SamplingRow(SamplingParams(), 2, 0, 3, MORE, TokenHistory([1], [])))
+    found = draw(given, rows, transfer).result()
+    assert found == [sample(given[:1], rows[:1])[0], None, sample(given[2:], rows[2:])[0]]
+    assert isinstance(found[0], RowError)
+
+
+def test_functions_of_the_callers_are_called_on_the_host() -> None:
     given = logits(4)
     given[2, 0] = float("inf")
-    bias = SamplingParams(temperature=1.0, logit_bias={7: 2.0})
-    operation = (LogitBias({7: 2.0}),)
-    rows = [SamplingRow(bias, i, 0, 3, operation, TokenHistory([1], [])) for i in range(4)]
+    custom = (LogitBias({7: 2.0}), Custom(lambda _, scores: scores.roll(1), 0))
+    rows = [SamplingRow(SamplingParams(), i, 0, 3, custom, TokenHistory([1], [])) for i in range(4)]
     found = draw(given, rows, transfer).result()
     assert found[2] is None
     assert [found[i] for i in (0, 1, 3)] == sample(given[[0, 1, 3]], [rows[i] for i in (0, 1, 3)])
