@@ -217,7 +217,6 @@ OF_INPUT_FORMATS = [
     validate("input=a.json", a_json='{\n"a": 1}'),
     validate("input=a.jsonl", a_jsonl=BATCH % "embeddings"),
     validate("engine.attention=triton"),
-    validate("engine.device=cuda"),
     validate("input=a.jsonl", a_jsonl=b"\xfd7zXZ\0"),
     validate("input=a.arrow", a_arrow="{}"),
     validate("input=a.arrow", a_arrow=b"ARROW1\0\0\0\0"),

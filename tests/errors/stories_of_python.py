@@ -7,8 +7,10 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
+import torch
 from scripted_worker import Script
 from stage import Stage
 from tiny_models import save_tiny_llama
@@ -132,6 +134,8 @@ def tasks_in_this_process(stage: Stage) -> None:
     small: dict[str, Any] = {"attention": "reference", "max_model_len": 64, "kv_cache_memory": 1 << 20}
     stage.python(UsageError, lambda: bg.LLM("tiny", task="sing", **small))
     stage.python(UsageError, lambda: bg.LLM("tiny", device="gpu", **small))
+    with mock.patch.object(torch.version, "cuda", None), mock.patch.object(torch, "__version__", "2.0"):
+        stage.python(UsageError, lambda: bg.LLM("tiny", device="cuda", **small))
     stage.python(UsageError, lambda: bg.LLM("tiny", task="classify", **small))
     vectors = bg.LLM("tiny", task="embed", **small)
     stage.python(UsageError, lambda: vectors.generate(["a"]))
