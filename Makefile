@@ -15,9 +15,10 @@ MINUTES ?= 1
 BENCH ?=
 PEERS ?= $(HOME)/.cache/batchgen-peers
 ONLY ?=
+OUT ?= build/gpu-check
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory job-side scale bench peers bench-kv bench-int8 bench-determinism start kernels kernels-aot audit clean
+.PHONY: help venv demo test ci lint unit parity tasks families invariance properties fuzz storm storm-fake soak memory gpu-check job-side scale bench peers bench-kv bench-int8 bench-determinism start kernels kernels-aot audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -128,6 +129,10 @@ build/triton-3.6: $(VENV)/.installed
 kernels-aot: build/triton-3.6 ## compile the Triton kernels for GPUs; registers, spills, shared memory
 	$(AHEAD_OF_TIME)
 	PYTHONPATH=build/triton-3.6:$${PYTHONPATH:-} $(AHEAD_OF_TIME)
+
+# Alone on a machine with a GPU, by its own Python: PYTHON=python3 OUT=folder.
+gpu-check: ## everything that needs a GPU, proven and measured in ten minutes; OUT=folder
+	$(PYTHON) tests/gpu/gpu_check.py $(OUT)
 
 start: $(MODEL) $(HUMANEVAL) ## seconds to the first token of the demo, and to the first error of validate
 	$(BIN)/python tests/bench/startup.py

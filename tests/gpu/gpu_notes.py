@@ -1,0 +1,89 @@
+"""What a section of the GPU check finds, written down at once: a section that dies has said all it knew."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHECK, FIGURE, SKIPPED = "check", "figure", "skipped"
+
+
+@dataclass(frozen=True)
+class Notes:
+    """One section's file of JSON lines."""
+
+    section: str
+    file: Path
+
+    def check(self, name: str, ok: bool, detail: str = "") -> None:
+        """Something that must hold."""
+        self._write(CHECK, name, ok=bool(ok), detail=detail)
+
+    def figure(self, name: str, value: float, unit: str, target: float | None = None) -> None:
+        """Something measured; `target` is the least that is wanted."""
+        self._write(FIGURE, name, value=float(value), unit=unit, target=target)
+
+    def skip(self, name: str, reason: str) -> None:
+        """Something that could not be run here."""
+        self._write(SKIPPED, name, reason=reason)
+
+    def fact(self, name: str, value: Any) -> None:
+        """Something to know of the machine, or a table."""
+        self._write("fact", name, value=value)
+
+    def _write(self, kind: str, name: str, **more: Any) -> None:
+        line = {"section": self.section, "kind": kind, "name": name, "at": time.time(), **more}
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        shown = {k: v for k, v in more.items() if kind != "fact"}
+        print(f"[{self.section}] {kind} {name}: {shown}", flush=True)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a section runs: a GPU, or in a dry run the processor with interpreted kernels and tiny sizes."""
+
+    dry: bool
+
+    @property
+    def device(self) -> Any:
+        """Of tensors."""
+        import torch
+
+        return torch.device("cpu" if self.dry else "cuda")
+
+    @property
+    def half(self) -> str:
+        """The 16-bit dtype to check; the interpreter gets products in bfloat16 wrong."""
+        return "float16" if self.dry else "bfloat16"
+
+    def llm(self, model: str, **settings: Any) -> Any:
+        """An engine here."""
+        import batchgen as bg
+
+        return bg.LLM(model, attention="triton", device=self.engine_device, **settings)
+
+    @property
+    def engine_device(self) -> str:
+        """What `engine.device` is."""
+        return "cpu" if self.dry and not self._stand_in() else "cuda"
+
+    def _stand_in(self) -> bool:
+        """In a dry run engines take the processor for a GPU, if there is a stand-in for one."""
+        try:
+            import pytest
+            from stand_in_gpu import stand_in_gpu
+        except ImportError:
+            return False
+        stand_in_gpu(pytest.MonkeyPatch())
+        return True
+
+    def sync(self) -> None:
+        """Wait for the GPU."""
+        import torch
+
+        if not self.dry:
+            torch.cuda.synchronize()
