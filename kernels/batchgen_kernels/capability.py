@@ -26,6 +26,10 @@ class Capability:
         requires: modules that must be installed, checked without importing them.
         block_size_multiple: block sizes are multiples of this.
         max_head_size: largest head_size and v_head_size.
+        head_size_multiple: both are multiples of this.
+        one_head_size: whether they are equal.
+        sinks: whether layers may have attention sinks.
+        chips: major numbers of the compute capabilities that it is for; empty for all.
         batch_invariant: a row's output has the same bits whatever shares its step.
         made_invariant: arguments of the implementation with which it has.
     """
@@ -38,6 +42,10 @@ class Capability:
     requires: tuple[str, ...] = ()
     block_size_multiple: int = 1
     max_head_size: int = 1024
+    head_size_multiple: int = 1
+    one_head_size: bool = False
+    sinks: bool = True
+    chips: tuple[int, ...] = ()
     batch_invariant: bool = False
     made_invariant: Mapping[str, Any] = field(default_factory=dict)
 
@@ -75,6 +83,19 @@ class Capability:
             return (
                 f"the {self.name} attention backend takes head sizes up to {self.max_head_size}, not {widest}"
             )
+        odd = [n for n in (spec.head_size, spec.v_head_size) if n % self.head_size_multiple]
+        if odd:
+            return (
+                f"the {self.name} attention backend takes head sizes that are multiples of "
+                f"{self.head_size_multiple}, not {odd[0]}"
+            )
+        if self.one_head_size and spec.head_size != spec.v_head_size:
+            return (
+                f"the {self.name} attention backend takes values as wide as keys, not {spec.v_head_size} "
+                f"and {spec.head_size}"
+            )
+        if spec.has_sinks and not self.sinks:
+            return f"the {self.name} attention backend has no attention sinks"
         return None
 
     def absence(self, device: torch.device) -> str | None:
@@ -84,6 +105,14 @@ class Capability:
             return f"the {self.name} attention backend needs {', '.join(missing)}, which is not installed"
         if device.type not in self.devices:
             return f"the {self.name} attention backend runs on {_names(self.devices)}, not on {device.type}"
+        if self.chips and device.type == "cuda" and torch.cuda.is_available():
+            major, minor = torch.cuda.get_device_capability(device)
+            if major not in self.chips:
+                chips = " or ".join(f"{chip}.x" for chip in self.chips)
+                return (
+                    f"the {self.name} attention backend is for compute capability {chips}, not "
+                    f"{major}.{minor}"
+                )
         return None
 
 
@@ -130,6 +159,27 @@ def _triton(interpreted: bool) -> Capability:
     )
 
 
+def _flash(
+    name: str, target: str, module: str, *, block_size_multiple: int, chips: tuple[int, ...]
+) -> Capability:
+    """Of flash-attn; behind our own, as nothing has been measured beside it."""
+    halves = frozenset({torch.bfloat16, torch.float16})
+    return Capability(
+        name=name,
+        target=f"batchgen_kernels.flash_attention:{target}",
+        devices=frozenset({"cuda"}),
+        dtypes=halves,
+        kv_dtypes=halves,
+        requires=(module,),
+        block_size_multiple=block_size_multiple,
+        max_head_size=256,
+        head_size_multiple=8,
+        one_head_size=True,
+        sinks=False,
+        chips=chips,
+    )
+
+
 # In the order in which 'auto' tries them.
 CAPABILITIES: dict[str, Capability] = {
     c.name: c
@@ -145,6 +195,8 @@ CAPABILITIES: dict[str, Capability] = {
             batch_invariant=True,
         ),
         _triton(interpreted=os.environ.get("TRITON_INTERPRET") == "1"),
+        _flash("flash_attn", "FlashAttention2", "flash_attn", block_size_multiple=256, chips=(8, 9, 10, 12)),
+        _flash("flash_attn_3", "FlashAttention3", "flash_attn_interface", block_size_multiple=16, chips=(9,)),
         Capability(
             name="reference",
             target="batchgen_kernels.reference:ReferenceBackend",

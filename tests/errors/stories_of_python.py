@@ -91,7 +91,7 @@ def engines_in_this_process(stage: Stage) -> None:
     wrong(kv_cache_memory=1 << 60)
     wrong(max_num_batched_tokens=1 << 40)
     wrong(kv_cache_memory=5000)
-    wrong(attention="flash_attn")
+    wrong(attention="flashinfer")
     wrong(dtype="bfloat16", kv_cache_dtype="float16")
     wrong(dtype="bfloat16", quantization="int8")
     wrong(quantization="int4")

@@ -15,8 +15,8 @@ class EngineSpec(Section):
 
     device: Annotated[Literal["auto", "cpu", "cuda"], Rule("auto, cpu or cuda")] = "auto"
     attention: Annotated[
-        Literal["auto", "cpu", "reference", "triton"],
-        Rule("auto, cpu, reference or triton", later=("flash_attn",)),
+        Literal["auto", "cpu", "reference", "triton", "flash_attn", "flash_attn_3"],
+        Rule("auto, cpu, reference, triton, flash_attn or flash_attn_3"),
     ] = "auto"
     max_num_batched_tokens: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"
     max_num_seqs: Annotated[Count | Auto, Rule(f"auto or {COUNT}")] = "auto"
