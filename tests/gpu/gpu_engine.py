@@ -145,7 +145,7 @@ def memory(notes: Notes, place: Place) -> None:
         path, dtype="float32", max_model_len=1024, kv_cache_memory=1 << 26, max_num_batched_tokens=512
     )
     want = [list(o.token_ids) for o in llm.generate(prompts, sampling)]
-    runner, limit, said = llm._core.runner, 16 if place.dry else 256, _Said()
+    runner, limit, said = llm._core.runner, 8 if place.dry else 256, _Said()
     execute = runner.execute
 
     def refusing(planned: Any, **more: Any) -> Any:
@@ -183,10 +183,8 @@ class _Said(logging.Handler):
 def _generate(
     place: Place, path: str, prompts: list[list[int]], count: int, **settings: Any
 ) -> list[list[int]]:
-    sizes = {"max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 2} if place.dry else {
-        "max_model_len": 160, "max_num_batched_tokens": 64, "max_num_seqs": 4,
-    }  # fmt: skip
-    with place.llm(path, kv_cache_memory=1 << (22 if place.dry else 27), **sizes, **settings) as llm:
+    sizes = {"max_model_len": 160, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    with place.llm(path, kv_cache_memory=1 << 27, **sizes, **settings) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True))
     for output in outputs:
         if output.error is not None:

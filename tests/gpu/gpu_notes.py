@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+DRY = {
+    "max_model_len": 64,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 8,
+    "kv_cache_memory": 1 << 22,
+}
 CHECK, FIGURE, SKIPPED = "check", "figure", "skipped"
 
 
@@ -61,9 +67,11 @@ class Place:
         return "float16" if self.dry else "bfloat16"
 
     def llm(self, model: str, **settings: Any) -> Any:
-        """An engine here."""
+        """An engine here; in a dry run a small one, whose largest step takes seconds."""
         import batchgen as bg
 
+        if self.dry:
+            settings |= DRY
         return bg.LLM(model, attention="triton", device=self.engine_device, **settings)
 
     @property

@@ -75,8 +75,7 @@ def jobs(notes: Notes, place: Place) -> None:
     model, half = (TINY, "float32") if place.dry else (MODEL, "bfloat16")
     limits = ceilings(place.device, getattr(torch, half), quick=place.dry)
     began = time.perf_counter()
-    sizes = {"max_model_len": 64, "kv_cache_memory": 1 << 22, "max_num_seqs": 8} if place.dry else {}
-    llm = place.llm(model, dtype=half, **({"max_model_len": 4096} | sizes))
+    llm = place.llm(model, dtype=half, max_model_len=4096)
     notes.figure(f"seconds until {model.partition('?')[0]} is ready", time.perf_counter() - began, "s")
     notes.fact("engine", list(llm.notes))
     core = llm._core

@@ -29,7 +29,10 @@ def test_auto_takes_the_first_that_can() -> None:
 
 def test_a_name_is_obeyed_or_refused() -> None:
     assert select("reference", SPEC, "cpu").backend.name == "reference"
-    with pytest.raises(BackendError, match="'fast' does not exist; use one of auto, cpu, triton, reference"):
+    with pytest.raises(
+        BackendError,
+        match="'fast' does not exist; use one of auto, cpu, triton, flash_attn, flash_attn_3, reference",
+    ):
         select("fast", SPEC, "cpu")
     with pytest.raises(BackendError, match="not in float64; use 'auto'"):
         select("cpu", SPEC, "cpu", torch.float64)
