@@ -466,7 +466,7 @@ def test_layout_and_dtype_are_refused_with_the_reason() -> None:
     backend = CpuBackend()
     with pytest.raises(ValueError, match="multiples of 16, not 8"):
         allocate(backend, BASE, 2, 8, CPU, torch.float32)
-    with pytest.raises(ValueError, match="stored as bfloat16 or float16 or float32 or int8, not as float64"):
+    with pytest.raises(ValueError, match="or int8, not as float64"):
         allocate(backend, BASE, 2, 16, CPU, torch.float64)
     with pytest.raises(ValueError, match="pages of 64 bytes are too small"):
         backend.view(BASE, torch.zeros(2, 64, dtype=torch.uint8), 16, torch.float32)

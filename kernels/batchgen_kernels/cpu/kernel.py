@@ -42,6 +42,7 @@ from batchgen_kernels.cpu.simd import (
     accumulate,
     scores,
     softmax,
+    softmax_whole,
 )
 
 UNIT_ROWS = 48
@@ -197,15 +198,18 @@ def _locate(a: Any, head: Any, unit: Any, tile: Any, tables: Any, at: Any) -> No
         as_pointer(a[Attend.TABLE] + 4 * seq * a[Attend.TABLE_WIDTH]), a[Attend.TABLE_WIDTH], int32
     )
     first, last = _low(position, window, tile), _high(position + tokens - 1, tile) - 1
+    start = tile * TILE + first // LANES * LANES
+    block, offset = start // size, start % size
     for vector in range(first // LANES, last // LANES + 1):
-        start = tile * TILE + vector * LANES
-        page = table[start // size] * a[Attend.PAGE]
-        offset = start % size
+        page = table[block] * a[Attend.PAGE]
         place = head * size + offset
         tables[_KEYS, at + vector] = a[Attend.KEY] + page + item * (head * head_size * size + offset)
         tables[_VALUES, at + vector] = a[Attend.VALUE] + page + item * place * width
         tables[_KEY_SCALES, at + vector] = a[Attend.KEY_SCALE] + page + 4 * place
         tables[_VALUE_SCALES, at + vector] = a[Attend.VALUE_SCALE] + page + 4 * place
+        offset += LANES
+        if offset == size:
+            block, offset = block + 1, 0
 
 
 @njit(error_model="numpy")
@@ -234,6 +238,7 @@ def _attend_rows(
     keys, values, key_scales, value_scales = addresses
     first_position, last_position = position + row // group, position + (row + rows - 1) // group
     low, high = _low(first_position, window, tile), _high(last_position, tile)
+    whole = _low(last_position, window, tile) == 0 and _high(first_position, tile) == TILE
     scores(
         q + 4 * row * head_size,
         keys,
@@ -246,36 +251,65 @@ def _attend_rows(
         storage,
     )
     cap = _floats(a[Attend.FACTORS], 2)[1]
+    m, t, alpha, acc = m + 4 * row, t + 4 * LANES * row, alpha + 4 * row, acc + 4 * row * width
+    if whole and cap == 0:
+        for r in range(rows):
+            softmax_whole(
+                s + 4 * r * TILE,
+                m + 4 * r,
+                t + 4 * LANES * r,
+                alpha + 4 * r,
+                key_scales,
+                value_scales,
+                storage,
+            )
+        accumulate(s, values, 0, TILE, rows, width, alpha, acc, storage)
+        return
+    at, left = first_position, group - row % group
     for r in range(rows):
-        at = position + (row + r) // group
         softmax(
             s + 4 * r * TILE,
             _low(at, window, tile),
             _high(at, tile),
             cap,
-            m + 4 * (row + r),
-            t + 4 * LANES * (row + r),
-            alpha + 4 * (row + r),
+            m + 4 * r,
+            t + 4 * LANES * r,
+            alpha + 4 * r,
             key_scales,
             value_scales,
             storage,
         )
-    if low == _low(last_position, window, tile) and high == _high(first_position, tile):
-        accumulate(s, values, low, high, rows, width, alpha + 4 * row, acc + 4 * row * width, storage)
-        return
+        left -= 1
+        if left == 0:
+            at, left = at + 1, group
+    at, left = first_position, group - row % group
+    same_low = low == _low(last_position, window, tile)
+    done = low
     for r in range(rows):
-        at = position + (row + r) // group
-        accumulate(
-            s + 4 * r * TILE,
-            values,
-            _low(at, window, tile),
-            _high(at, tile),
-            1,
-            width,
-            alpha + 4 * (row + r),
-            acc + 4 * (row + r) * width,
-            storage,
-        )
+        end = _high(at, tile)
+        if not same_low:
+            start = _low(at, window, tile)
+            accumulate(
+                s + 4 * r * TILE, values, start, end, 1, width, alpha + 4 * r, acc + 4 * r * width, storage
+            )
+        elif end > done:
+            # Keys that this row and all behind it see; these have been given those before.
+            accumulate(
+                s + 4 * r * TILE,
+                values,
+                done,
+                end,
+                rows - r,
+                width,
+                alpha + 4 * r,
+                acc + 4 * r * width,
+                storage,
+            )
+            done = end
+            _floats(alpha, rows)[:] = float32(1.0)
+        left -= 1
+        if left == 0:
+            at, left = at + 1, group
 
 
 @njit(error_model="numpy")
@@ -308,7 +342,9 @@ def _attend_tiles(
     )
     first_tile, last_tile = tiles
     for tile in range(first_tile, last_tile + 1):
-        tables[:, :VECTORS] = tables[:, VECTORS:]
+        for kind in range(_ADDRESS_TABLES):
+            for vector in range(VECTORS):
+                tables[kind, vector] = tables[kind, VECTORS + vector]
         next_unit, next_tile = (unit, tile + 1) if tile < last_tile else then
         _locate(a, head, next_unit, next_tile, tables, VECTORS)
         # The tokens that see anything of this tile are neighbours: not above it, their window not past it.
@@ -329,39 +365,42 @@ def _start_unit(a: Any, head: Any, first_token: Any, tokens: Any, scratch: Any) 
     group, head_size, width = a[Attend.GROUP], a[Attend.HEAD_SIZE], a[Attend.V_WIDTH]
     _, m, t, _, q, acc = scratch
     rows = tokens * group
-    maximum, total = _floats(m, rows), _floats(t, rows * LANES)
     factor = _floats(a[Attend.FACTORS], 2)[0]
-    packed, out = _floats(q, rows * head_size), _floats(acc, rows * width)
-    total[:] = float32(0.0)
-    out[:] = float32(0.0)
-    for r in range(rows):
-        token, query_head = first_token + r // group, head * group + r % group
-        offset = token * a[Attend.QUERY_TOKEN_STRIDE] + query_head * a[Attend.QUERY_HEAD_STRIDE]
-        source = _floats(a[Attend.QUERY] + 4 * offset, head_size)
-        for d in range(head_size):
-            packed[r * head_size + d] = source[d] * factor
-        if a[Attend.SINKS] != 0:
-            maximum[r] = _floats(a[Attend.SINKS], query_head + 1)[query_head] * float32(LOG2_E)
-            total[r * LANES] = float32(1.0)
-        else:
-            maximum[r] = float32(-float("inf"))
+    _floats(t, rows * LANES)[:] = float32(0.0)
+    _floats(acc, rows * width)[:] = float32(0.0)
+    _floats(m, rows)[:] = float32(-_INF)
+    for token in range(tokens):
+        for member in range(group):
+            query_head, r = head * group + member, token * group + member
+            offset = (first_token + token) * a[Attend.QUERY_TOKEN_STRIDE]
+            offset += query_head * a[Attend.QUERY_HEAD_STRIDE]
+            # Arrays of a row each: an index that may be negative would cost more than all the rest.
+            source = _floats(a[Attend.QUERY] + 4 * offset, head_size)
+            packed = _floats(q + 4 * r * head_size, head_size)
+            for d in range(head_size):
+                packed[d] = source[d] * factor
+            if a[Attend.SINKS] != 0:
+                sink = _floats(a[Attend.SINKS] + 4 * query_head, 1)[0]
+                _floats(m + 4 * r, 1)[0] = sink * float32(LOG2_E)
+                _floats(t + 4 * r * LANES, 1)[0] = float32(1.0)
 
 
 @njit(error_model="numpy")
 def _finish_unit(a: Any, head: Any, first_row: Any, tokens: Any, scratch: Any) -> None:
     group, v_head_size, width = a[Attend.GROUP], a[Attend.V_HEAD_SIZE], a[Attend.V_WIDTH]
     _, _, t, _, _, acc = scratch
-    rows = tokens * group
-    total, sums = _floats(t, rows * LANES), _floats(acc, rows * width)
     num_heads = a[Attend.NUM_KV_HEADS] * group
-    for r in range(rows):
-        denominator = float32(0.0)
-        for lane in range(LANES):
-            denominator += total[r * LANES + lane]
-        place = (first_row + r // group) * num_heads + head * group + r % group
-        out = _floats(a[Attend.OUT] + 4 * place * v_head_size, v_head_size)
-        for d in range(v_head_size):
-            out[d] = sums[r * width + d] / denominator
+    for token in range(tokens):
+        for member in range(group):
+            r = token * group + member
+            total, sums = _floats(t + 4 * r * LANES, LANES), _floats(acc + 4 * r * width, width)
+            denominator = float32(0.0)
+            for lane in range(LANES):
+                denominator += total[lane]
+            place = (first_row + token) * num_heads + head * group + member
+            out = _floats(a[Attend.OUT] + 4 * place * v_head_size, v_head_size)
+            for d in range(v_head_size):
+                out[d] = sums[d] / denominator
 
 
 @njit(error_model="numpy")

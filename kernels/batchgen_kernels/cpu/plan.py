@@ -11,8 +11,10 @@ import torch
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.spec import AttentionSpec
 
-CHUNKS_PER_THREAD = 8
-"""Enough that threads end together, few enough that neighbours stay on one thread and share its cache."""
+TEAMS_PER_THREAD = 8
+"""At least so many are left where sequences that share blocks are put together."""
+CHUNKS_PER_THREAD = 32
+"""Enough that threads end together, few enough that claiming one costs nothing beside it."""
 _COST_OF_START = 24
 """What beginning a query row costs, in keys."""
 
@@ -59,7 +61,8 @@ def make_plan(
     starts, lens, table = _array(meta.query_start_loc), _array(meta.seq_lens), _array(meta.block_table)
     per_unit = max(1, unit_rows // spec.group_size)
     units = _units(_runs(starts, lens) if needed is None else _runs_of(needed, starts, lens), per_unit)
-    wanted = max(1, -(-threads * CHUNKS_PER_THREAD // spec.num_kv_heads))
+    wanted = max(1, -(-threads * TEAMS_PER_THREAD // spec.num_kv_heads))
+    most_chunks = max(1, -(-threads * CHUNKS_PER_THREAD // spec.num_kv_heads))
     if spec.sliding_window is None and len(units) > wanted:
         units = units[np.argsort(table[units[:, 0], 0], kind="stable")]
         common = _common_tiles(units, table, meta.block_size, tile)
@@ -73,7 +76,7 @@ def make_plan(
         table=table,
         units=np.ascontiguousarray(units),
         teams=teams,
-        chunks=_chunks(done[teams[:, 1]] - done[teams[:, 0]], spec.num_kv_heads, wanted),
+        chunks=_chunks(done[teams[:, 1]] - done[teams[:, 0]], spec.num_kv_heads, most_chunks),
         largest_team=int(members.max(initial=1)) * spec.group_size,
         cost=int(cost.sum()) * spec.num_kv_heads,
     )

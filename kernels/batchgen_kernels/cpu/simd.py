@@ -231,6 +231,47 @@ def softmax(
 
 
 @intrinsic
+def softmax_whole(
+    typingctx: Any,
+    scores: Any,
+    maximum: Any,
+    total: Any,
+    alpha: Any,
+    key_scales: Any,
+    value_scales: Any,
+    storage: Any,
+) -> Any:
+    """As `softmax` of a row that sees all keys of a tile, and has no cap."""
+    scaled = storage.dtype == types.int8
+
+    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Sequence[ir.Value]) -> ir.Value:
+        scores, maximum, total, alpha, key_scales, value_scales, _ = args
+        old = V.load_splat(b, maximum, 0)
+        x = [V.load(b, scores, v * LANES) for v in range(VECTORS)]
+        if scaled:
+            x = [b.fmul(x[v], V.load(b, address(b, key_scales, index(v)), 0)) for v in range(VECTORS)]
+        largest = old
+        for one in x:
+            largest = b.select(b.fcmp_ordered(">", one, largest), one, largest)
+        new = V.horizontal_max(b, largest)
+        scale = V.exp2(b, b.fsub(old, new))
+        sums = b.fmul(V.load(b, total, 0), scale)
+        for v, one in enumerate(x):
+            p = V.exp2(b, b.fsub(one, new))
+            sums = b.fadd(sums, p)
+            if scaled:
+                p = b.fmul(p, V.load(b, address(b, value_scales, index(v)), 0))
+            V.store(b, p, scores, v * LANES)
+        V.store(b, sums, total, 0)
+        lane0 = ir.Constant(I32, 0)
+        b.store(b.extract_element(new, lane0), at(b, maximum, 0, F32), align=4)
+        b.store(b.extract_element(scale, lane0), at(b, alpha, 0, F32), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6, storage), codegen
+
+
+@intrinsic
 def accumulate(
     typingctx: Any,
     weights: Any,
