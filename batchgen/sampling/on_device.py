@@ -3,10 +3,12 @@
 The host waits once, for the tokens. The same noise, the same order of operations; sums over the vocabulary
 are added up in another order, so that where a draw falls on a border, which is as rare as float64 is precise,
 another token may be drawn than on the host. Rows with functions of the caller's are processed on the host.
+On an NVIDIA GPU one kernel of `triton_kernels.sampling` draws; elsewhere torch does, by sorting.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,23 +71,74 @@ def draw(
         source: the row of logits of each description; None: they are in the same order.
     """
     places = np.arange(len(rows)) if source is None else np.asarray(source, dtype=np.int64)
-    finite = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
-    tokens = logits.argmax(-1)
-    if source is not None:
-        (index,) = transfer([places])
-        finite, tokens = finite[index], tokens[index]
     plain, edited, own = _by_need(rows)
     random = [i for i in plain if not rows[i].sampling.greedy]
-    if random:
-        _draw_random(logits, [rows[i] for i in random], places[random], np.array(random), tokens, transfer)
+    tokens = _drawn(logits, rows, places, random, transfer)
     step = max(1, _AT_ONCE // logits.shape[1])
     for start in range(0, len(edited), step):
         part = edited[start : start + step]
         (index, target) = transfer([places[part], np.array(part)])
-        tokens[target] = _draw_edited(logits[index], [rows[i] for i in part], transfer)
+        found = _draw_edited(logits[index], [rows[i] for i in part], transfer)
+        tokens[target] = torch.where(tokens[target] == _NONFINITE, _NONFINITE, found)
     chosen = _choose_on_host(logits, [rows[i] for i in own], places[own], transfer) if own else []
-    tokens = torch.where(finite, tokens, _NONFINITE)
     return Drawn(tokens, rows, dict(zip(own, chosen, strict=True)))
+
+
+def _drawn(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    places: npt.NDArray[np.int64],
+    random: list[int],
+    transfer: Transfer,
+    *,
+    barred: bool = False,
+) -> torch.Tensor:
+    """`(R,)` tokens: of `random` by noise, of the others the likeliest; -1 where logits are not finite.
+
+    With `barred` logits may be -inf, and -2 says that all are.
+    """
+    by = _drawn_by_kernel if _has_kernel(logits.device) else _drawn_by_torch
+    return by(logits, rows, places, random, transfer, barred)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def _drawn_by_kernel(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    places: npt.NDArray[np.int64],
+    random: list[int],
+    transfer: Transfer,
+    barred: bool,
+) -> torch.Tensor:
+    from batchgen_kernels.triton_kernels import sampling
+
+    every = [(row, row.sampling) for row in rows]
+    numbers = [(s.seed, row.row, row.sample, row.position, s.top_k) for row, s in every]
+    floats = np.array([(0.0, s.min_p, s.top_p) for _, s in every])
+    floats[random, 0] = [rows[i].sampling.temperature for i in random]
+    tensors = transfer([places, np.array(numbers, dtype=np.int64), floats])
+    return sampling.draw(logits, *tensors, barred=barred)
+
+
+def _drawn_by_torch(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    places: npt.NDArray[np.int64],
+    random: list[int],
+    transfer: Transfer,
+    barred: bool,
+) -> torch.Tensor:
+    (index,) = transfer([places])
+    tokens, largest = logits.argmax(-1)[index], logits.amax(-1)[index]
+    if random:
+        _draw_random(logits, [rows[i] for i in random], places[random], np.array(random), tokens, transfer)
+    if barred:
+        return torch.where(largest == -torch.inf, _NONE_LEFT, tokens)
+    finite = largest.isfinite() & logits.amin(-1)[index].isfinite()
+    return torch.where(finite, tokens, _NONFINITE)
 
 
 def _by_need(rows: Sequence[SamplingRow]) -> tuple[list[int], list[int], list[int]]:
@@ -107,13 +160,9 @@ def _draw_edited(logits: torch.Tensor, rows: list[SamplingRow], transfer: Transf
         assert row.history is not None, "operations need the tokens so far"
         for operation in row.operations:
             operation.edit(edits, row.history)
-    logits = edits.apply(logits, transfer)
-    tokens = logits.argmax(-1)
     random = [i for i, row in enumerate(rows) if not row.sampling.greedy]
-    if random:
-        places = np.array(random)
-        _draw_random(logits, [rows[i] for i in random], places, places, tokens, transfer)
-    return torch.where(logits.amax(-1) == -torch.inf, _NONE_LEFT, tokens)
+    edited = edits.apply(logits, transfer)
+    return _drawn(edited, rows, np.arange(len(rows)), random, transfer, barred=True)
 
 
 def _choose_on_host(

@@ -26,13 +26,14 @@ from triton.compiler import ASTSource
 
 from batchgen_kernels import AttentionSpec, KVCache
 from batchgen_kernels.storage import LARGEST
-from batchgen_kernels.triton_kernels import backend, layers, tiles
+from batchgen_kernels.triton_kernels import backend, layers, sampling, tiles
 from batchgen_kernels.triton_kernels.attend_kernel import attend_kernel, merge_kernel
 from batchgen_kernels.triton_kernels.layer_kernel import (
     gated_kernel,
     rms_norm_kernel,
     rotate_and_write_kernel,
 )
+from batchgen_kernels.triton_kernels.sampling_kernel import draw_kernel
 from batchgen_kernels.triton_kernels.write_kernel import write_kernel
 
 TYPES = {
@@ -43,6 +44,7 @@ TYPES = {
     torch.float8_e4m3fn: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.float64: "fp64",
 }
 CHIPS = {chip.capability: chip for chip in (tiles.A100, tiles.H100, tiles.B200)}
 FLOATS = {"factor", "cap", "eps"}
@@ -200,6 +202,14 @@ def builds_without_attention() -> Iterator[Build]:
         )
 
 
+def builds_of_sampling() -> Iterator[Build]:
+    """Over the vocabulary of Llama 3, and of a Gemma, whose logits have 16 bits."""
+    for dtype, vocab in ((torch.float32, 128_256), (torch.bfloat16, 262_144)):
+        types = {"tokens_ptr": torch.int64, "logits_ptr": dtype, "source_ptr": torch.int64}
+        settings = {"numbers_ptr": torch.int64, "floats_ptr": torch.float64}
+        yield Build(draw_kernel, pointers({**types, **settings}), sampling.draw_constants(vocab), None)
+
+
 def compiled(build: Build, arch: int) -> Any:
     """The kernel as it is specialised at a launch: pointers and strides are multiples of 16."""
     constants = dict(build.constants)
@@ -270,7 +280,9 @@ def main() -> int:
     for arch in arguments.arch:
         chip = CHIPS[arch]
         every = [(case.name, build) for case in chosen for build in builds(case, chip)]
-        for name, build in (*every, *(("norms and activations", b) for b in builds_without_attention())):
+        every += [("norms and activations", build) for build in builds_without_attention()]
+        every += [("sampling", build) for build in builds_of_sampling()]
+        for name, build in every:
             failed += report(name, build, chip)
     print(f"{failed} faults, {time.monotonic() - started:.0f} s")
     return 1 if failed else 0

@@ -15,6 +15,7 @@ FILES = [
     "triton_attend.py",
     "triton_write.py",
     "triton_layers.py",
+    "triton_sampling.py",
     "triton_program.py",
     "triton_mutations.py",
     "triton_engine.py",
