@@ -83,7 +83,7 @@ def jobs(notes: Notes, place: Place) -> None:
     shapes = model_shapes(load_config(find_model(model).tokenizer_folder()), specs)
     assert shapes is not None
     chance = random.Random(0)
-    rows, long, short, out = (2, 20, 5, 2) if place.dry else (64, 2048, 256, 384)
+    rows, long, short, out = (2, 20, 5, 6) if place.dry else (64, 2048, 256, 384)
     warm = _drive(core, _requests(core, chance, rows, short, 4, 10_000_000))
     notes.figure("warm-up", warm.seconds, "s")
     _prompts(notes, core, shapes, limits, chance, rows, long)
