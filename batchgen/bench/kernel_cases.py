@@ -129,17 +129,17 @@ def attention_cases(
 
 
 def product_cases(
-    layer: Layer, sizes: Sizes, device: torch.device, dtype: torch.dtype
+    layer: Layer, sizes: Sizes, device: torch.device, dtype: torch.dtype, *, ours: bool
 ) -> Iterator[KernelCase]:
-    """Products with weights: torch's, and on a processor in float32 our own."""
+    """Products with weights: torch's and, if asked for, our own."""
     for product in layer.products:
         inputs, outputs = product.in_features, product.out_features
         weight = torch.randn(outputs, inputs, dtype=dtype, device=device) * inputs**-0.5
         functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
             "torch": lambda x, weight=weight: F.linear(x, weight)  # type: ignore[misc]
         }
-        if device.type == "cpu" and dtype == torch.float32 and (ours := _our_product(weight)) is not None:
-            functions = {"ours": ours, **functions}
+        if ours and (packed := _our_product(weight)) is not None:
+            functions = {"ours": packed, **functions}
         for rows in sizes.rows:
             x = torch.randn(rows, inputs, dtype=dtype, device=device)
             needed = (rows * (inputs + outputs) + inputs * outputs) * dtype.itemsize

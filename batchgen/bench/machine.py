@@ -10,8 +10,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from batchgen.bench.kernels import ceilings
 from batchgen.bench.shapes import Product
+from batchgen.bench.stopwatch import Stopwatch
 
+_HOST = torch.device("cpu")
 _PASSES = 5
 _SECONDS = 0.08
 """Of a pass, at least."""
@@ -34,11 +37,18 @@ class ProductRate:
 
 
 @torch.inference_mode()
-def product_rates(products: Iterable[tuple[Product, int]]) -> list[ProductRate]:
-    """Measure products in float32, each with its number of rows, on all threads of torch.
+def product_rates(
+    products: Iterable[tuple[Product, int]],
+    device: torch.device = _HOST,
+    dtype: torch.dtype = torch.float32,
+) -> list[ProductRate]:
+    """Measure products, each with its number of rows.
 
-    The best of interleaved passes counts: it is what the machine can do.
+    On a processor they are in float32, on all threads of torch, and the best of interleaved passes counts: it
+    is what the machine can do. On a GPU they are in `dtype`, and the median counts.
     """
+    if device.type != "cpu":
+        return [_on_device(product, rows, device, dtype) for product, rows in products]
     rates = []
     for product, rows in products:
         weight = torch.randn(product.out_features, product.in_features) * product.in_features**-0.5
@@ -53,9 +63,21 @@ def product_rates(products: Iterable[tuple[Product, int]]) -> list[ProductRate]:
     return rates
 
 
+def _on_device(product: Product, rows: int, device: torch.device, dtype: torch.dtype) -> ProductRate:
+    weight = torch.randn(product.out_features, product.in_features, device=device).to(dtype)
+    x = torch.randn(rows, product.in_features, device=device).to(dtype)
+    seconds = Stopwatch(device).median(lambda: F.linear(x, weight))
+    return ProductRate(product, rows, None, product.flop * rows / 1e9 / seconds)
+
+
 @torch.inference_mode()
-def read_bandwidth() -> float:
-    """Bytes per second that all threads of torch read of memory; the best of two ways to read."""
+def read_bandwidth(device: torch.device = _HOST) -> float:
+    """Bytes per second that all threads of torch read of memory; the best of two ways to read.
+
+    On a GPU bytes that a copy reads and writes.
+    """
+    if device.type != "cpu":
+        return ceilings(device, torch.bfloat16).copy_bandwidth
     size = min(_READ_BYTES, _available() // 4)
     numbers = torch.ones(max(1 << 20, size // 4))
     matrix = numbers[: len(numbers) // 4096 * 4096].view(-1, 4096)

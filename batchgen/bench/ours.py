@@ -20,6 +20,7 @@ from batchgen.bench.breakdown import clocked
 from batchgen.bench.machine import product_rates, read_bandwidth
 from batchgen.bench.peers import harness
 from batchgen.bench.shapes import ModelShapes, Need, Product, Work, generating, model_shapes, needed
+from batchgen.models.dtypes import DTYPES
 from batchgen.scores import Scoring
 from batchgen.types import Output, Request, RowError, RowFailure, SamplingParams, Task, UsageError
 
@@ -45,6 +46,9 @@ class _Passed:
     outputs: dict[int, Output] = field(default_factory=dict)
     steps: list[tuple[int, int]] = field(default_factory=list)
     """Tokens computed and tokens sampled in each."""
+    step_seconds: list[float] = field(default_factory=list)
+    step_tokens: list[int] = field(default_factory=list)
+    """Of the cache, in use after each."""
     cached: int = 0
     preemptions: int = 0
     held: int = 0
@@ -139,12 +143,16 @@ class Ours:
         before = dataclasses.replace(stats)
         waiting = iter(passed.requests)
         with clocked(core) as parts:
-            began = time.perf_counter()
+            began = last = time.perf_counter()
             while core.num_unfinished or self._admit(waiting, passed):
                 self._admit(waiting, passed)
                 computed, sampled = core.counters.computed, core.counters.sampled
                 passed.outputs.update((output.request_id, output) for output in core.step())
                 passed.steps.append((core.counters.computed - computed, core.counters.sampled - sampled))
+                now = time.perf_counter()
+                passed.step_seconds.append(now - last)
+                last = now
+                passed.step_tokens.append(stats.pool_used * stats.block_size - stats.slack_tokens)
                 passed.held += stats.pool_used * stats.block_size
                 passed.empty += stats.slack_tokens
             passed.seconds = time.perf_counter() - began
@@ -221,11 +229,17 @@ class Ours:
 
         config = load_config(find_model(self._spec).tokenizer_folder())
         shapes = model_shapes(config, [layer.spec for layer in self._core.runner.layers])
-        bandwidth = read_bandwidth()
+        place = self._core.runner.device.place
+        bandwidth = read_bandwidth(place)
         alone = self._alone(done, bandwidth) if len(done) == 1 else None
         text = config.get_text_config()
         shape = {n: getattr(text, n, None) for n in ("vocab_size", "hidden_size", "num_hidden_layers")}
-        common = {"shape": shape, "bandwidth": bandwidth, "alone": alone}
+        common = {
+            "shape": shape,
+            "bandwidth": bandwidth,
+            "alone": alone,
+            "decoding": self._decoding(passed, bandwidth),
+        }
         if shapes is None or not done or not passed.steps:
             return {**common, "work": None}
         return {**common, "work": self._work(shapes, passed, done)}
@@ -240,7 +254,8 @@ class Ours:
         asked: list[tuple[Product, int]] = [(product, rows) for product in shapes.products]
         if shared.read:
             asked.append((shapes.head, read))
-        rates = product_rates(asked)
+        place, dtype = self._core.runner.device.place, self._ready.pinned["dtype"]
+        rates = product_rates(asked, place, DTYPES[dtype])
         tokens = {p: shared.tokens * p.count for p in shapes.products} | {shapes.head: shared.read}
         seconds = sum(tokens[r.product] * r.product.flop / (r.best * 1e9) for r in rates)
         return {
@@ -248,7 +263,30 @@ class Ours:
             "without_sharing": _flop(apart),
             "flop_per_second": shared.total / passed.seconds,
             "product_rate": shared.products / seconds,
+            "dtype": "float32" if place.type == "cpu" else dtype,
             "rates": [{**dataclasses.asdict(rate), "best": rate.best} for rate in rates],
+        }
+
+    def _decoding(self, passed: _Passed, bandwidth: float) -> dict[str, Any] | None:
+        """Of steps in which every token computed was followed by one drawn: rows, time, and memory read."""
+        runner = self._core.runner
+        of_token = runner.layout.block_bytes / runner.block_size
+        steps = [
+            (computed, seconds, runner.parts.read_bytes + of_token * held)
+            for (computed, sampled), seconds, held in zip(
+                passed.steps, passed.step_seconds, passed.step_tokens, strict=True
+            )
+            if computed == sampled
+        ]
+        if not steps:
+            return None
+        rows, seconds, read = (sum(column) for column in zip(*steps, strict=True))
+        return {
+            "steps": len(steps),
+            "rows": rows / len(steps),
+            "seconds": seconds / len(steps),
+            "bytes": read / len(steps),
+            "bandwidth_share": read / seconds / bandwidth,
         }
 
     def _alone(self, done: list[tuple[Request, Output]], bandwidth: float) -> dict[str, Any] | None:

@@ -105,6 +105,12 @@ def _details(contestant: Mapping[str, Any]) -> Iterator[str]:
             f"{alone['bytes_per_token'] / 1e6:,.0f} MB of weights and cache read for each: "
             f"{alone['bandwidth_share']:.0%} of the {details['bandwidth'] / 1e9:.1f} GB/s measured"
         )
+    if (decoding := details["decoding"]) is not None and details["facts"].get("device") == "cuda":
+        yield (
+            f"    {counted(decoding['steps'], 'step')} of {decoding['rows']:.0f} rows that only decode, "
+            f"{decoding['seconds'] * 1e3:.2f} ms each: {decoding['bytes'] / 1e9:.2f} GB of weights and cache "
+            f"read, {decoding['bandwidth_share']:.0%} of a copy's {details['bandwidth'] / 1e9:,.0f} GB/s"
+        )
     yield (
         f"    {counted(details['steps'], 'step')}, {counted(details['computed_tokens'], 'token')} computed, "
         f"{details['cached_tokens']:,} from the cache, "
@@ -131,7 +137,7 @@ def _work(details: Mapping[str, Any]) -> Iterator[str]:
         f"    {need['total'] / 1e9:,.0f} GFLOP needed, {share:.0%} of it attention"
         + (f" ({apart / 1e9:,.0f} if nothing were shared)" if apart > need["total"] else "")
         + f": {rate / 1e9:.1f} GFLOP/s, {rate / work['product_rate']:.0%} of the "
-        f"{work['product_rate'] / 1e9:.1f} GFLOP/s that products of these shapes reach in float32"
+        f"{work['product_rate'] / 1e9:.1f} GFLOP/s that products of these shapes reach in {work['dtype']}"
     )
     for product in work["rates"]:
         kind, inputs, outputs = (product["product"][n] for n in ("kind", "in_features", "out_features"))
