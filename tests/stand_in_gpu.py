@@ -12,6 +12,7 @@ import torch
 
 from batchgen.devices import CPU, CUDA
 from batchgen.engine import build
+from batchgen.engine.capture import Launch
 from batchgen.engine.device import HOST, Device
 from batchgen.engine.step_memory import PeakBytes
 
@@ -44,10 +45,41 @@ class StandInMemory:
         self.given_back += 1
 
 
-def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> StandInMemory:
-    """Let engines that are built from now on find a stand-in, unless they ask for the processor."""
+class StandInCapture:
+    """See `Capture`: does again what it was told, on whatever lies in the same memory then.
+
+    Attributes:
+        captured: how often something was recorded.
+        launched: how often any of it was launched again.
+    """
+
+    def __init__(self) -> None:
+        self.captured = self.launched = 0
+
+    def __call__(self, run: Launch) -> Launch:
+        run()
+        self.captured += 1
+
+        def launch() -> None:
+            self.launched += 1
+            run()
+
+        return launch
+
+
+def stand_in_gpu(
+    monkeypatch: pytest.MonkeyPatch, capture: Callable[[Launch], Launch] | None = None
+) -> StandInMemory:
+    """Let engines that are built from now on find a stand-in, unless they ask for the processor.
+
+    Args:
+        monkeypatch: takes it away again.
+        capture: of launches; None: nothing can be captured.
+    """
     memory = StandInMemory()
     facts = (("gpu", "stand-in"), ("gpu_capability", "9.0"))
-    device = Device(CUDA, torch.device("cpu"), memory, facts, note="device: stand-in")
+    device = Device(
+        CUDA, torch.device("cpu"), memory, facts, "device: stand-in", capture and (lambda: capture)
+    )
     monkeypatch.setattr(build, "find_device", lambda asked: HOST if asked == CPU else device)
     return memory

@@ -115,6 +115,7 @@ def build_engine(
     check_kv_dtype(dtype, kv_dtype)
     check_attention(config.attention, device)
     check_quantization(config.quantization, dtype)
+    _check_graphs(config.cuda_graphs, device)
     tokenizer = tokenizer or load_tokenizer(config)
     if config.task not in ("auto", *Task):
         raise UsageError(f"task: {config.task!r} is not allowed; use auto, {', '.join(Task)}")
@@ -171,6 +172,16 @@ def _ready(config: EngineConfig, promised: Promise, device: Device, progress: bo
     from batchgen.engine.first_start import first_start
 
     return first_start(config, source, place, promised, device, progress=progress)
+
+
+def _check_graphs(asked: str | bool, device: Device) -> None:
+    if asked not in ("auto", True, False):
+        raise UsageError(f"engine.cuda_graphs: {asked!r} is not allowed; use auto, true or false")
+    if asked is True and device.capture is None:
+        raise UsageError(
+            f"engine.cuda_graphs: true asks that steps are captured, and on {device.kind} none are; "
+            "use auto, or a GPU with engine.device: cuda"
+        )
 
 
 def _invariance_note(promised: Promise, config: EngineConfig, invariant: bool) -> str:

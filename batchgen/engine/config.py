@@ -28,6 +28,8 @@ class EngineConfig:
         kv_cache_memory: bytes for the KV cache.
         kv_cache_dtype: what keys and values are stored as: `auto` (as `dtype`), `float32`, `bfloat16`,
             `float16`, `int8` or `fp8`.
+        cuda_graphs: whether steps that only decode are captured: `auto` where the layers are one program on a
+            GPU; True makes it an error where that cannot be.
         prefix_caching: share blocks of equal prefixes.
         deterministic: `auto` checks batch invariance where it is promised; False skips the padding it
             needs; True makes its absence an error.
@@ -51,6 +53,7 @@ class EngineConfig:
     block_size: int | None = None
     kv_cache_memory: int | None = None
     kv_cache_dtype: str = "auto"
+    cuda_graphs: str | bool = "auto"
     prefix_caching: bool = True
     deterministic: str | bool = "auto"
     num_threads: int | None = None

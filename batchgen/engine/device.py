@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from batchgen.devices import CPU, CUDA
+from batchgen.engine.capture import Capture, CudaCapture
 from batchgen.types import UsageError
 
 LEAST_CAPABILITY = (8, 0)
@@ -85,6 +86,7 @@ class Device:
         memory: of a GPU; None: it computes in the memory of the host.
         facts: what an attempt records of a GPU: its name, compute capability, driver.
         note: a sentence for the user; None where there is nothing to say.
+        capture: makes what records launches; None where there is nothing to record.
     """
 
     kind: str
@@ -92,6 +94,7 @@ class Device:
     memory: DeviceMemory | None = None
     facts: tuple[tuple[str, Any], ...] = ()
     note: str | None = None
+    capture: Callable[[], Capture] | None = None
 
     @property
     def is_gpu(self) -> bool:
@@ -160,7 +163,7 @@ def _gpu(place: torch.device) -> Device:
         "cuda": torch.version.cuda,
     }
     note = f"device: {name}, {memory.total / 2**30:,.0f} GiB, compute capability {capability}"
-    return Device(CUDA, place, memory, tuple(facts.items()), note)
+    return Device(CUDA, place, memory, tuple(facts.items()), note, lambda: CudaCapture(place))
 
 
 def _dotted(capability: tuple[int, int]) -> str:

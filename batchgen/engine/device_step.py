@@ -64,7 +64,9 @@ def run_largest_step(
     (scoring if scores else step)()
     alone = memory.peak_of(step)
     both = memory.peak_of(scoring) if scores else alone
-    return StepMemory(activations=alone, logits=0, scoring=max(0, both - alone))
+    # A program keeps its buffers from when the runner was made.
+    kept = 0 if runner.program is None else runner.program.buffer_bytes
+    return StepMemory(activations=alone + kept, logits=0, scoring=max(0, both - alone))
 
 
 def _largest(

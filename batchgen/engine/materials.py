@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,21 +16,26 @@ from batchgen.engine.memory import MemoryPlan
 from batchgen.engine.output_check import EXACT, ROUNDED, check_difference, output_difference
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.sizing import Sizing
+from batchgen.grammar import counted
 from batchgen.models.activations import make_activations_rowwise
 from batchgen.models.experts import make_experts_rowwise
+from batchgen.models.fused import Fusion
 from batchgen.models.layer_attention import LayerAttention
 from batchgen.models.loader import LoadedModel
 from batchgen.models.parts import body_of
+from batchgen.types import UsageError
 from batchgen_kernels.backend import AttentionBackend
 
 if TYPE_CHECKING:
-    from batchgen.models.substitutes import Substitutes
     from batchgen_kernels.cpu.decoder import DecoderWeights
+    from batchgen_kernels.triton_kernels.program import DeviceWeights
 
 _LANES = 16
 """Numbers in the widest vector that torch has."""
 _SLIGHTLY_ROUNDED = 0.1
 """As `ROUNDED`, where only the cache is coarser, or only products are."""
+_ROUNDED_PROGRAM = 0.25
+"""As `ROUNDED`, between a program and transformers that both compute in 16 bits and round at other places."""
 
 
 class CheckedRunner(NamedTuple):
@@ -66,18 +71,28 @@ class Materials(Sizing):
         self.loaded = loaded
         self.substitutes = self._substitutes()
 
-    def _substitutes(self) -> Substitutes | None:
+    def _substitutes(self) -> Fusion[Any] | None:
+        body = body_of(self.loaded.model, self.loaded.task)
+        if self.device.is_gpu:
+            # Where bits must not depend on the batch, products are those that `_row_multiple` tries.
+            fuses = self._backend.name == "triton" and self._config.deterministic is not True
+            return self._fused_on_device(body) if fuses else None
         if self._backend.name != "cpu" or self._config.dtype != "float32":
             return None
         # Needs Numba, as the backend does.
         from batchgen.models.substitutes import Substitutes
 
-        body = body_of(self.loaded.model, self.loaded.task)
         with torch.inference_mode():
             return Substitutes(self.loaded.model, body, quantise=self._config.quantization is not None)
 
+    def _fused_on_device(self, body: Any) -> Fusion[Any]:
+        # Needs Triton, as the backend does.
+        from batchgen.models.device_decoder import read_device_decoder
+
+        return Fusion(self.loaded.model, body, read_device_decoder(body))
+
     @property
-    def decoder(self) -> DecoderWeights | None:
+    def decoder(self) -> DecoderWeights | DeviceWeights | None:
         fused = self.substitutes.decoder if self.substitutes else None
         return fused.weights if fused else None
 
@@ -113,13 +128,42 @@ class Materials(Sizing):
             self.substitutes.settle()
         return checked
 
+    def capture(self, runner: ModelRunner, memory: MemoryPlan, row_multiple: int | None) -> list[str]:
+        """Let a checked runner capture steps that only decode, if that is wanted.
+
+        Returns:
+            What there is to say of it, for the user.
+
+        Raises:
+            UsageError: it was asked for, and cannot be.
+        """
+        asked = self._config.cuda_graphs
+        if not self.captures:
+            if asked is True:
+                raise UsageError(
+                    f"engine.cuda_graphs: true asks that decoding steps are captured, and a model for "
+                    f"{self.loaded.task} has none; use auto"
+                )
+            return []
+        sizes = self.graph_sizes(row_multiple or 1)
+        try:
+            runner.capture(sizes, memory.max_model_len)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            if asked is True:
+                raise UsageError(
+                    f"engine.cuda_graphs: a step of this model could not be captured ({reason}); use auto"
+                ) from error
+            return [f"CUDA graphs: none, as a step could not be captured ({reason})"]
+        return [f"CUDA graphs: {counted(len(sizes), 'step')} of up to {counted(sizes[0], 'row')} captured"]
+
     def _allowed_differences(self) -> tuple[float, float]:
         """From what transformers computes: of the model, and of layers that are one program."""
         if self._config.quantization is not None:
             return _SLIGHTLY_ROUNDED, _SLIGHTLY_ROUNDED
         if self._config.dtype == self._config.kv_cache_dtype == "float32":
             return EXACT, EXACT
-        return ROUNDED, _SLIGHTLY_ROUNDED
+        return ROUNDED, _SLIGHTLY_ROUNDED if self._config.dtype == "float32" else _ROUNDED_PROGRAM
 
     def _try(self, memory: MemoryPlan, invariant: bool) -> tuple[CheckedRunner, float | None]:
         multiple = self._row_multiple() if invariant else None
@@ -132,7 +176,7 @@ class Materials(Sizing):
     def _row_multiple(self) -> int | None:
         """Rows to pad to, or None where there is no number that makes the model invariant."""
         model = self.loaded.model
-        if self._rows_are_whole_vectors():
+        if not self.device.is_gpu and self._rows_are_whole_vectors():
             return 1
         if self.threads > 2 and not self.device.is_gpu:
             make_activations_rowwise(model)

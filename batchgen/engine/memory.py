@@ -92,6 +92,7 @@ class Budget:
         step_name: the largest step in words, for the table.
         scoring: what it needs more where its tokens are scored; 0 for a model that scores none.
         share: of the rest, for the cache.
+        graphs: what captured steps keep.
     """
 
     available: int
@@ -100,11 +101,12 @@ class Budget:
     step_name: str
     scoring: int = 0
     share: Share = SOME
+    graphs: int = 0
 
     @property
     def needed(self) -> int:
         """For a step, whatever is asked of it."""
-        return self.step + self.scoring
+        return self.step + self.scoring + self.graphs
 
     @property
     def for_cache(self) -> int:
@@ -136,11 +138,13 @@ class MemoryPlan:
         budget = self.budget
         what = "logits and log-softmax of scored tokens"
         scoring = [_entry("scoring", budget.scoring, what)] if budget.scoring else []
+        graphs = [_entry("CUDA graphs", budget.graphs, "captured steps")] if budget.graphs else []
         return [
             "memory, MiB:",
             _entry("weights", budget.weights, "loaded"),
             _entry("largest step", budget.step, budget.step_name),
             *scoring,
+            *graphs,
             _entry(
                 "KV cache",
                 cache,

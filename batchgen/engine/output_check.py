@@ -9,7 +9,7 @@ same model with transformers' eager attention.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,7 @@ from batchgen.models.refusals import refusal
 from batchgen.types import Request, SamplingParams, UsageError
 
 if TYPE_CHECKING:
-    from batchgen.models.substitutes import Substitutes
+    from batchgen.models.fused import Fusion
 
 FORCED = 2
 """Of the tokens, how many are computed one at a time, as if they had been sampled."""
@@ -39,7 +39,7 @@ def output_difference(
     loaded: LoadedModel,
     kv_config: KVCacheConfig,
     max_model_len: int,
-    substitutes: Substitutes | None,
+    substitutes: Fusion[Any] | None,
 ) -> float | None:
     """How much the hidden states of a few tokens differ from those that transformers computes.
 

@@ -16,6 +16,7 @@ from batchgen.engine.room import INVARIANCE_TOKENS
 from batchgen.engine.runner import ModelRunner
 from batchgen.models.prepared import PreparedParts, PreparedWeights, Rotation
 from batchgen.types import Request, SamplingParams, Task
+from batchgen_kernels.cpu.decoder import DecoderWeights
 from batchgen_kernels.cpu.linear import PackedWeights
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def prepare(materials: Materials, runner: ModelRunner) -> PreparedWeights | None
         runner: of the model, checked; its cache is written.
     """
     loaded, decoder = materials.loaded, materials.decoder
-    if decoder is None or loaded.task is Task.CLASSIFY:
+    if not isinstance(decoder, DecoderWeights) or loaded.task is Task.CLASSIFY:
         return None
     body: Any = runner.parts.body  # type: ignore[union-attr]
     frequencies = getattr(body.rotary_emb, "inv_freq", None)

@@ -65,6 +65,7 @@ _OF_A_STEP = (
     "max_num_seqs",
     "block_size",
     "kv_cache_dtype",
+    "cuda_graphs",
     "deterministic",
     "num_threads",
 )

@@ -14,6 +14,7 @@ import torch
 from batchgen.core.kv_layout import KVCacheLayout
 from batchgen.core.scheduler import SchedulerOutput
 from batchgen.engine.device import HOST, Device
+from batchgen.engine.graphs import GraphShape, StepGraphs
 from batchgen.engine.inputs import PackedStep, pack_step, round_up
 from batchgen.engine.kv_memory import KVMemory
 from batchgen.engine.transfer import Transfer
@@ -105,6 +106,7 @@ class ModelRunner:
             layout, layers, backend, kv_dtype, num_blocks=num_blocks, block_size=block_size, device=device
         )
         self.program = None if decoder is None else self._program(decoder, max_rows)
+        self.graphs: StepGraphs | None = None
 
     def _program(self, decoder: DecoderWeights | DeviceWeights, max_rows: int) -> LayersProgram:
         layers = [
@@ -126,15 +128,36 @@ class ModelRunner:
             order.
         """
         self.kv.copy_blocks(output.copies)
+        if self.graphs is not None and not whole and self.graphs.takes(output):
+            return self.graphs.run(output)
         step = pack_step(output, self.block_size, self.row_multiple, self.transfer, whole=whole)
         return self.forward(step)
 
     @torch.inference_mode()
     def forward(self, step: PackedStep) -> torch.Tensor:
         """One packed forward pass; see `execute` for the result."""
+        return self._compute(step)[: len(step.samplers)].float()
+
+    def _compute(self, step: PackedStep) -> torch.Tensor:
+        """Logits of all `logits_rows`, as the model makes them."""
         with forward_context(_StepContext(self, step)):
-            logits = self.parts.forward(step.input_ids, step.position_ids, step.logits_rows)
-        return logits[: len(step.samplers)].float()
+            return self.parts.forward(step.input_ids, step.position_ids, step.logits_rows)
+
+    def capture(self, sizes: Sequence[int], max_model_len: int) -> None:
+        """Let steps that only decode be launched as a whole from now on.
+
+        Args:
+            sizes: of steps, the largest first; none: no more.
+            max_model_len: tokens of the longest sequence.
+
+        Raises:
+            Exception: of any kind, where a step does what cannot be captured; none is then.
+        """
+        self.graphs = None
+        if sizes and self.device.capture is not None:
+            blocks = -(-max_model_len // self.block_size)
+            shape = GraphShape(sizes, len(self.layout.groups), blocks, self.block_size)
+            self.graphs = StepGraphs(self._compute, shape, self.transfer, self.device.capture())
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -153,7 +176,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give the memory of the KV cache back, and that of the weights if nobody else holds the model."""
-        self.program = None
+        self.graphs = self.program = None
         self.kv.close()
         self.parts.close()
         self.device.give_back()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from batchgen.core.kv_layout import KVCacheLayout
 from batchgen.engine.config import EngineConfig
-from batchgen.engine.device import Device
+from batchgen.engine.device import Device, DeviceMemory
 from batchgen.engine.device_step import run_largest_step
+from batchgen.engine.graphs import bucket_sizes, graph_bytes
 from batchgen.engine.kv_memory import plan_kv_layout
 from batchgen.engine.memory import ALL, SOME, Budget, CacheShape, MemoryPlan, available_memory, plan_memory
 from batchgen.engine.runner import ModelRunner
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from batchgen.models.loader import LoadedModel
     from batchgen.models.prepared import PreparedModel
     from batchgen_kernels.cpu.decoder import DecoderWeights
+    from batchgen_kernels.triton_kernels.program import DeviceWeights
 
 GPU_SHARE = 0.92
 """Of a GPU's free memory that an engine takes: the rest is for code that is loaded while it runs, for what
@@ -73,7 +76,7 @@ class Sizing(ABC):
 
     @property
     @abstractmethod
-    def decoder(self) -> DecoderWeights | None:
+    def decoder(self) -> DecoderWeights | DeviceWeights | None:
         """Of the layers, where they run as one program."""
 
     @property
@@ -123,6 +126,7 @@ class Sizing(ABC):
             weights=weight_bytes(kept),
             step=step.step,
             scoring=step.scoring,
+            graphs=step.graphs,
             step_name=f"{counted(self.max_tokens, 'token')}, {self.max_seqs:,} sampled",
             share=share,
         )
@@ -143,8 +147,30 @@ class Sizing(ABC):
                 whole_context=self._config.deterministic is True,
                 scores=scores,
             )
+            if self.captures:
+                step = replace(step, graphs=self._graph_bytes(scratch, memory))
         scratch.close()
         return step
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps that only decode are to be captured."""
+        asked, makes_logits = self._config.cuda_graphs, self._model.task not in _WITHOUT_LOGITS
+        # What transformers computes may wait for the device, as it does where experts are chosen.
+        wanted = asked is True or (asked == "auto" and self.decoder is not None)
+        return wanted and makes_logits and self.device.capture is not None
+
+    def graph_sizes(self, row_multiple: int) -> list[int]:
+        """Of steps that are captured."""
+        return bucket_sizes(min(self.max_seqs, self.max_tokens), row_multiple)
+
+    def _graph_bytes(self, scratch: ModelRunner, memory: DeviceMemory) -> int:
+        longest = self._config.max_model_len or self._model.context
+        try:
+            return graph_bytes(memory, lambda sizes: scratch.capture(sizes, longest), self.graph_sizes(1))
+        except Exception:
+            # It will fail again, and be told, when the engine is ready.
+            return 0
 
     def runner(self, layout: KVCacheLayout, num_blocks: int, row_multiple: int) -> ModelRunner:
         """A runner with a cache of so many blocks."""

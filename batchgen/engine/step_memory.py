@@ -83,11 +83,13 @@ class StepMemory:
         logits: of the rows that sample; they live beside activations where a step ends.
         scoring: the logits of known tokens that are scored, what log-softmax and ranks make of them, and the
             copy of all hidden states that are read; all beside the logits of the rows that sample.
+        graphs: what captured steps keep.
     """
 
     activations: int
     logits: int
     scoring: int = 0
+    graphs: int = 0
 
     @property
     def step(self) -> int:

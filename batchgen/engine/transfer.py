@@ -28,7 +28,7 @@ class Transfer:
     """
 
     def __init__(self, device: Device) -> None:
-        self._place = device.place
+        self.place = device.place
         self._together = device.is_gpu
         self._pinned = device.place.type == "cuda"
 
@@ -48,7 +48,7 @@ class Transfer:
         for array, start in zip(arrays, starts[:-1], strict=True):
             flat[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
         if into is None:
-            there = host.to(self._place, non_blocking=True)
+            there = host.to(self.place, non_blocking=True)
         else:
             there = into[: starts[-1]]
             there.copy_(host, non_blocking=True)

@@ -68,8 +68,8 @@ def _joined(linears: list[torch.nn.Linear]) -> DeviceProduct:
     start = 0
     for linear in linears:
         own = slice(start, start + len(linear.weight))
-        linear.weight.data = weight[own]
+        linear.weight = torch.nn.Parameter(weight[own], requires_grad=False)
         if bias is not None and linear.bias is not None:
-            linear.bias.data = bias[own]
+            linear.bias = torch.nn.Parameter(bias[own], requires_grad=False)
         start = own.stop
     return DeviceProduct(weight, bias)

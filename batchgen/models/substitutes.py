@@ -7,8 +7,6 @@ models. Until `settle` the model can still compute as transformers defined it, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from batchgen.models.decoder import read_decoder
 from batchgen.models.dtypes import precision
-from batchgen.models.fused import FusedBody, FusedDecoder
+from batchgen.models.fused import Fusion
 from batchgen_kernels.cpu.decoder import DecoderWeights
 from batchgen_kernels.cpu.linear import Linear, pack
 from batchgen_kernels.cpu.quantised_weights import quantised
@@ -55,7 +53,7 @@ class PackedLinear(torch.nn.Module):
         return self._product(x)
 
 
-class Substitutes:
+class Substitutes(Fusion[DecoderWeights]):
     """What was put into a model, and the way back.
 
     Args:
@@ -65,17 +63,8 @@ class Substitutes:
     """
 
     def __init__(self, model: PreTrainedModel, body: Any, *, quantise: bool = False) -> None:
-        self._model = model
-        self._body = body
+        super().__init__(model, body, read_decoder(body, quantise=quantise))
         self._quantise = quantise
-        found = read_decoder(body, quantise=quantise)
-        self.decoder: FusedDecoder[DecoderWeights] | None = found if isinstance(found, FusedDecoder) else None
-        self.reason = None if isinstance(found, FusedDecoder) else found
-        """Why the layers are not one program."""
-        self._fused = FusedBody(body, self.decoder) if self.decoder else None
-        if self._fused:
-            body.forward = self._fused
-            body.add_module("fused", self.decoder)
         self._linears: list[PackedLinear] = []
         self._pack_linears()
 
@@ -104,45 +93,29 @@ class Substitutes:
             others.add("products of few numbers")
         return precision("int8" if self._quantise else None, others)
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Let the model compute as transformers defined it."""
-        self._suspend(True)
-        try:
-            yield
-        finally:
-            self._suspend(False)
-
     def _suspend(self, value: bool) -> None:
+        super()._suspend(value)
         for linear in self._linears:
             linear.suspended = value
-        if self._fused:
-            self._fused.suspended = value
 
     def unfuse(self, reason: str) -> None:
         """Give the layers back; their linear layers are packed each by itself."""
-        assert self._fused is not None
-        del self._body.forward
-        del self._body.fused
-        self._fused = self.decoder = None
-        self.reason = reason
+        super().unfuse(reason)
         self._pack_linears()
 
     def settle(self) -> None:
-        """Give back the memory of what is not used any more; there is no way back then."""
+        """See `Fusion`."""
+        super().settle()
         for linear in self._linears:
             linear.original = None
-        if self._fused:
-            self._body.layers = torch.nn.ModuleList()
-            self._fused.forget()
 
     def kept(self) -> list[torch.nn.Module]:
-        """Modules that are there when all is settled."""
+        """See `Fusion`."""
         return [*self.remaining(), *self._linears]
 
     def remaining(self) -> list[torch.nn.Module]:
         """Modules that compute as transformers defined them."""
-        ours = set(self._body.layers.modules()) if self._fused else set()
+        ours: set[torch.nn.Module] = set()
         for linear in self._linears:
             ours |= set(linear.modules())
-        return [module for module in self._model.modules() if module not in ours]
+        return [module for module in super().kept() if module not in ours]

@@ -97,6 +97,8 @@ def engines_in_this_process(stage: Stage) -> None:
     wrong(quantization="int4")
     wrong(quantization="int8")
     wrong(deterministic=True)
+    wrong(cuda_graphs="yes")
+    wrong(cuda_graphs=True)
     wrong(tokenizer="gone")
     with stage.patched((first_start, "model_is_invariant", lambda *arguments: False)):
         wrong(deterministic=True)

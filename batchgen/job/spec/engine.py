@@ -27,5 +27,6 @@ class EngineSpec(Section):
         BeforeValidator(dtype_name, json_schema_input_type=KVDtypeName),
         Rule("auto, float32, bfloat16, float16, int8 or fp8"),
     ] = "auto"
+    cuda_graphs: Annotated[Auto | bool, Rule("auto, true or false")] = "auto"
     prefix_caching: Annotated[bool, Rule("true or false")] = True
     deterministic: Annotated[Auto | bool, Rule("auto, true or false")] = "auto"

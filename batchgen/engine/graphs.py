@@ -1,0 +1,211 @@
+"""Steps that only decode, captured once and launched as a whole: a GPU then does not wait for the host.
+
+A step of a few rows is a hundred short kernels, and launching them one by one takes the host longer than the
+GPU computes. What was captured has fixed shapes and addresses. So there is a capture for each of some numbers
+of rows (`bucket_sizes`), a step takes the least that holds it, and rows that are too many are sequences of
+one token that read the null block and write nowhere. Block tables have the width of the longest sequence,
+and what stands behind a sequence's blocks is what an earlier step has left: nobody reads it.
+
+Captured from the largest on, all in one pool of memory, as they never run together. Logits of all go to the
+same place, where the next step finds its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
+from batchgen.engine.capture import Capture, Launch
+from batchgen.engine.device import DeviceMemory
+from batchgen.engine.inputs import PackedStep, round_up
+from batchgen.engine.transfer import Array, Transfer, size
+from batchgen_kernels.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """What all captured steps have in common.
+
+    Args:
+        sizes: numbers of rows, the largest first.
+        groups: of layers, with block tables of their own.
+        blocks: that the longest sequence has in each.
+        block_size: positions in a block.
+    """
+
+    sizes: Sequence[int]
+    groups: int
+    blocks: int
+    block_size: int
+
+
+def bucket_sizes(most: int, multiple: int = 1) -> list[int]:
+    """Numbers of rows for which steps are captured, the largest first.
+
+    Steps are at most an eighth longer than their rows need, which costs nothing: up to a few hundred rows
+    reading the weights takes longer than multiplying with them.
+
+    Args:
+        most: that there may be.
+        multiple: all are multiples of it, and the largest may be above `most` for that.
+    """
+    usual = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
+    return sorted({round_up(min(n, most), multiple) for n in (*usual, most)}, reverse=True)
+
+
+def graph_bytes(memory: DeviceMemory, capture: Callable[[Sequence[int]], None], sizes: Sequence[int]) -> int:
+    """What steps of all `sizes` keep once they are captured.
+
+    The largest is captured alone, and then with the next: each further one takes the difference, as they
+    share what they work in.
+
+    Args:
+        memory: of the device.
+        capture: captures steps of these sizes, and forgets those that were before.
+        sizes: the largest first.
+    """
+
+    def kept(some: Sequence[int]) -> int:
+        capture([])
+        before = memory.free()
+        capture(some)
+        return before - memory.free()
+
+    # What libraries take once for all is not of a graph.
+    capture(sizes[:1])
+    alone = kept(sizes[:1])
+    further = kept(sizes[:2]) - alone if len(sizes) > 1 else 0
+    capture([])
+    return max(0, alone) + max(0, further) * (len(sizes) - 1)
+
+
+class StepGraphs:
+    """Captured steps of one runner; one caller at a time.
+
+    Args:
+        compute: from a step to `(R, vocab)` logits of its `logits_rows`, without waiting for the device.
+        shape: of the steps.
+        transfer: to the device.
+        capture: records them.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[PackedStep], torch.Tensor],
+        shape: GraphShape,
+        transfer: Transfer,
+        capture: Capture,
+    ) -> None:
+        self._compute = compute
+        self._shape = shape
+        self._transfer = transfer
+        sizes = shape.sizes
+        self._largest = sizes[0]
+        self._inputs = torch.empty(size(self._arrays([], sizes[0])), dtype=torch.uint8, device=transfer.place)
+        self._tables = [self._whole(sizes[0], shape.blocks) for _ in range(shape.groups)]
+        self._starts = torch.arange(sizes[0] + 1, dtype=torch.int32, device=transfer.place)
+        self._logits = self._allocate_logits(sizes[0])
+        self._launches = {rows: capture(self._launch(rows)) for rows in sizes}
+
+    def takes(self, output: SchedulerOutput) -> bool:
+        """Whether a step only decodes, and is small enough: a row for each request, which is sampled from.
+
+        Where hidden states are read beside that, they must be where an ordinary step leaves them.
+        """
+        return 0 < len(output.scheduled) == output.total_tokens <= self._largest and all(
+            s.samples and not s.request.reads(s.start, s.start + 1) for s in output.scheduled
+        )
+
+    @torch.inference_mode()
+    def run(self, output: SchedulerOutput) -> torch.Tensor:
+        """Compute a step that `takes` accepts.
+
+        Returns:
+            `(R, vocab)` float32 logits, valid until the next step runs.
+        """
+        rows = min(n for n in self._shape.sizes if n >= len(output.scheduled))
+        self._fill(output.scheduled, rows)
+        self._launches[rows]()
+        return self._logits[: len(output.scheduled)]
+
+    def _launch(self, rows: int) -> Launch:
+        """What is captured for so many rows."""
+        step = self._step(rows)
+
+        @torch.inference_mode()
+        def launch() -> None:
+            self._logits[:rows].copy_(self._compute(step))
+
+        return launch
+
+    def _step(self, rows: int) -> PackedStep:
+        """A step of so many rows that reads its inputs from where `_fill` puts them."""
+        ids, positions, seq_lens, *slots = self._fill([], rows)
+        shape = self._shape
+        metadata = (
+            AttentionMetadata(
+                query_start_loc=self._starts[: rows + 1],
+                seq_lens=seq_lens,
+                block_table=table[:rows],
+                slot_mapping=own,
+                num_tokens=rows,
+                block_size=shape.block_size,
+                max_query_len=1,
+                max_seq_len=shape.blocks * shape.block_size,
+            )
+            for table, own in zip(self._tables, slots, strict=True)
+        )
+        every = torch.arange(rows, device=self._transfer.place)
+        return PackedStep(
+            input_ids=ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            logits_rows=every,
+            needed_rows=np.arange(rows),
+            samplers=[],
+            metadata=tuple(metadata),
+        )
+
+    def _fill(self, scheduled: Sequence[ScheduledRequest], rows: int) -> list[torch.Tensor]:
+        """Bring a step to the device; inputs of equal `rows` always lie at the same addresses."""
+        tables = [self._table(scheduled, group, rows) for group in range(self._shape.groups)]
+        for whole, table in zip(self._tables, self._transfer(tables), strict=True):
+            whole[:rows, : table.shape[1]].copy_(table)
+        return self._transfer(self._arrays(scheduled, rows), self._inputs)
+
+    def _table(self, scheduled: Sequence[ScheduledRequest], group: int, rows: int) -> npt.NDArray[np.int32]:
+        """Blocks of one group, those of rows that are too many the null block."""
+        block_size = self._shape.block_size
+        counts = [s.start // block_size + 1 for s in scheduled]
+        table = np.zeros((rows, max(counts, default=1)), dtype=np.int32)
+        for row, s, count in zip(table, scheduled, counts, strict=False):
+            row[:count] = s.block_ids[group][:count]
+        return table
+
+    def _arrays(self, scheduled: Sequence[ScheduledRequest], rows: int) -> list[Array]:
+        """Ids, positions, lengths, and of each group where keys and values go."""
+        count, block_size = len(scheduled), self._shape.block_size
+        ids, positions = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+        lens = np.ones(rows, dtype=np.int32)
+        ids[:count] = [s.request.tokens(s.start, s.start + 1)[0] for s in scheduled]
+        positions[:count] = [s.start for s in scheduled]
+        lens[:count] = positions[:count] + 1
+        arrays: list[Array] = [ids, positions, lens]
+        for group in range(self._shape.groups):
+            slots = np.full(rows, -1, dtype=np.int64)
+            blocks = [s.block_ids[group][s.start // block_size] for s in scheduled]
+            slots[:count] = np.array(blocks, dtype=np.int64) * block_size + positions[:count] % block_size
+            arrays.append(slots)
+        return arrays
+
+    def _whole(self, rows: int, blocks: int) -> torch.Tensor:
+        return torch.zeros(rows, blocks, dtype=torch.int32, device=self._transfer.place)
+
+    @torch.inference_mode()
+    def _allocate_logits(self, rows: int) -> torch.Tensor:
+        """For the largest step, which is computed to see how wide they are."""
+        return torch.empty_like(self._compute(self._step(rows)), dtype=torch.float32)

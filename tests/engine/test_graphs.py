@@ -1,0 +1,211 @@
+"""Captured steps, with a stand-in that does again what was captured, against engines without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import make_engine, reschedule, run
+from hypothesis import given
+from hypothesis import strategies as st
+from stand_in_gpu import StandInCapture, StandInMemory, stand_in_gpu
+from tiny_models import oracle, save_tiny_llama
+
+from batchgen.engine.build import Engine
+from batchgen.engine.graphs import bucket_sizes, graph_bytes
+from batchgen.scores import Scoring
+from batchgen.types import SamplingParams, UsageError
+
+PROMPTS = [[5, 9, 2, 7, 7, 3, 1] * 3, [8, 8, 4], [1], [200, 100] * 9, [17, 3, 5]]
+SETTINGS: dict[str, Any] = {
+    "attention": "reference",
+    "dtype": "float32",
+    "max_model_len": 96,
+    "max_num_batched_tokens": 128,
+    "max_num_seqs": 8,
+}
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> StandInCapture:
+    capture = StandInCapture()
+    stand_in_gpu(monkeypatch, capture)
+    return capture
+
+
+def ids(engine: Engine, sampling: SamplingParams | Sequence[SamplingParams]) -> list[list[list[int]]]:
+    return [[s.token_ids for s in output.samples] for output in run(engine, PROMPTS, sampling)]
+
+
+def scribble(engine: Engine) -> None:
+    """Fill what no sequence may see: the null block, and what earlier steps leave in block tables."""
+    runner = engine.core.runner
+    assert runner.graphs is not None
+    generator = torch.Generator().manual_seed(0)
+    blocks = runner.kv.caches[0].num_blocks
+    for table in runner.graphs._tables:
+        table.copy_(torch.randint(0, blocks, table.shape, generator=generator))
+    runner.graphs._inputs.fill_(0)
+    for cache in runner.kv.caches:
+        for tensor in cache.tensors:
+            tensor[0] = 3e4
+
+
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=TOKENS),
+    "sampled": SamplingParams(max_tokens=TOKENS, temperature=1.0, top_p=0.9, seed=3),
+    "forked": SamplingParams(max_tokens=TOKENS, temperature=1.0, n=3, seed=3),
+    "biased": SamplingParams(max_tokens=TOKENS, repetition_penalty=1.3),
+}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "together": {"max_num_batched_tokens": 512, "max_num_seqs": 8},
+    "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 5},
+    "alone": {"max_num_batched_tokens": 512, "max_num_seqs": 1},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_tokens_are_those_of_an_engine_without(name: str, folder: Path, capture: StandInCapture) -> None:
+    sampling = SAMPLINGS[name]
+    plain = make_engine(folder, cuda_graphs=False, **SETTINGS)
+    assert plain.core.runner.graphs is None
+    want = ids(plain, sampling)
+    engine = make_engine(folder, cuda_graphs=True, **SETTINGS)
+    scribble(engine)
+    for pool, schedule in ((400, "together"), (400, "chunks"), (400, "alone"), (80, "together")):
+        driven, before = reschedule(engine, pool, **SCHEDULES[schedule]), capture.launched
+        assert ids(driven, sampling) == want, (pool, schedule)
+        assert capture.launched > before
+        assert driven.core.scheduler.stats.preemptions > 0 or pool > 80
+    if name == "greedy":
+        assert [samples[0] for samples in want] == oracle(folder, PROMPTS, TOKENS)
+
+
+def test_rows_that_are_too_many_write_nowhere(folder: Path, capture: StandInCapture) -> None:
+    engine = make_engine(folder, cuda_graphs=True, **SETTINGS)
+    scribble(engine)
+    run(engine, PROMPTS[:3], SAMPLINGS["greedy"])
+    assert capture.launched > 0
+    for cache in engine.core.runner.kv.caches:
+        for tensor in cache.tensors:
+            assert (tensor[0] == 3e4).all()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2-window"])
+def test_groups_of_layers_have_their_own_tables(name: str, tmp_path: Path, capture: StandInCapture) -> None:
+    from families import FAMILIES
+
+    one = next(f for f in FAMILIES if f.name == name).save(tmp_path)
+    sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+    plain = make_engine(one, cuda_graphs=False, **SETTINGS)
+    assert len(plain.core.runner.layout.groups) > 1
+    want = ids(plain, sampling)
+    engine = make_engine(one, cuda_graphs=True, **SETTINGS)
+    scribble(engine)
+    assert ids(engine, sampling) == want
+    assert capture.launched > 0
+
+
+def test_only_steps_that_decode_and_are_not_read_are_launched(folder: Path, capture: StandInCapture) -> None:
+    engine = make_engine(folder, cuda_graphs=True, **SETTINGS)
+    launched: list[bool] = []
+    execute = engine.core.runner.execute
+
+    def recording(output: Any) -> torch.Tensor:
+        before = capture.launched
+        logits = execute(output)
+        launched.append(capture.launched > before)
+        only_tokens = all(s.num_tokens == 1 and s.samples for s in output.scheduled)
+        read = any(len(s.request.reads(s.start, s.start + s.num_tokens)) for s in output.scheduled)
+        assert launched[-1] == (only_tokens and not read)
+        return logits
+
+    engine.core.runner.execute = recording  # type: ignore[method-assign]
+    scored = replace(SAMPLINGS["greedy"], logprobs=2)
+    # What an earlier attempt has sampled is scored again, one of them in a step of a single token.
+    partial = [[], [4, 5, 6], [9], [], []]
+    scoring = [None, None, None, Scoring(2, tuple(PROMPTS[3][3:]), 1), None]
+    outputs = run(engine, PROMPTS, scored, partial, scoring=scoring)
+    assert True in launched
+    assert False in launched
+    plain = make_engine(folder, cuda_graphs=False, **SETTINGS)
+    for got, want in zip(outputs, run(plain, PROMPTS, scored, partial, scoring=scoring), strict=True):
+        assert got.token_ids == want.token_ids
+        assert got.logprobs is not None
+        assert want.logprobs is not None
+        assert [t.logprob for t in got.logprobs] == pytest.approx(
+            [t.logprob for t in want.logprobs], abs=1e-4
+        )
+
+
+def test_more_rows_than_were_captured_run_as_ever(folder: Path, capture: StandInCapture) -> None:
+    engine = make_engine(folder, cuda_graphs=True, **{**SETTINGS, "max_num_seqs": 2})
+    driven = reschedule(engine, 176, max_num_batched_tokens=128, max_num_seqs=8)
+    plain = make_engine(folder, cuda_graphs=False, **SETTINGS)
+    assert ids(driven, SAMPLINGS["greedy"]) == ids(plain, SAMPLINGS["greedy"])
+    assert capture.captured == (1 + 1 + 2) + 2
+
+
+@given(st.integers(1, 2000), st.sampled_from([1, 2, 4, 8, 32]))
+def test_sizes(most: int, multiple: int) -> None:
+    sizes = bucket_sizes(most, multiple)
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert most <= sizes[0] < most + multiple
+    assert all(size % multiple == 0 for size in sizes)
+    for rows in range(8 * multiple, most):
+        assert min(size for size in sizes if size >= rows) <= rows * 9 / 8 + 32
+
+
+class Growing(StandInMemory):
+    """A memory from which captured steps take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = 0
+
+    def free(self) -> int:
+        return super().free() - self.taken
+
+
+def test_what_captured_steps_keep_follows_from_two() -> None:
+    memory = Growing()
+
+    def capture(sizes: Sequence[int]) -> None:
+        memory.taken = sizes[0] * 1000 + len(sizes) * 7 if sizes else 0
+
+    assert graph_bytes(memory, capture, [64, 32, 8, 1]) == 64_000 + 4 * 7
+    assert graph_bytes(memory, capture, [64]) == 64_007
+    assert memory.taken == 0
+
+
+def broken(run: Callable[[], None]) -> Callable[[], None]:
+    raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+
+def test_what_cannot_be_captured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_gpu(monkeypatch, broken)
+    with pytest.raises(UsageError, match=r"engine.cuda_graphs: a step of this model could not be captured"):
+        make_engine(folder, cuda_graphs=True, **SETTINGS)
+    with pytest.raises(UsageError, match=r"a model for embed has none"):
+        make_engine(folder, cuda_graphs=True, task="embed", **SETTINGS)
+    # Layers of transformers' own may wait for the device.
+    engine = make_engine(folder, **SETTINGS)
+    assert engine.core.runner.graphs is None
+
+
+def test_the_processor_captures_nothing(folder: Path) -> None:
+    assert make_engine(folder).core.runner.graphs is None
+    with pytest.raises(UsageError, match=r"engine.cuda_graphs: true asks .* on cpu none are"):
+        make_engine(folder, cuda_graphs=True)
+    with pytest.raises(UsageError, match=r"engine.cuda_graphs: 'yes' is not allowed"):
+        make_engine(folder, cuda_graphs="yes")
