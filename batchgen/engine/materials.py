@@ -12,6 +12,7 @@ import torch
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.device import Device
 from batchgen.engine.invariance import find_row_multiple
+from batchgen.engine.invariant_products import is_rowwise, make_products_rowwise
 from batchgen.engine.memory import MemoryPlan
 from batchgen.engine.output_check import EXACT, ROUNDED, check_difference, output_difference
 from batchgen.engine.runner import ModelRunner
@@ -180,9 +181,13 @@ class Materials(Sizing):
             return 1
         if self.threads > 2 and not self.device.is_gpu:
             make_activations_rowwise(model)
+        modules = self.substitutes.remaining() if self.substitutes else list(model.modules())
+        if self._config.deterministic is True:
+            make_products_rowwise(model)
+            modules = [module for module in modules if not is_rowwise(module)]
         multiple = find_row_multiple(
             model,
-            self.substitutes.remaining() if self.substitutes else list(model.modules()),
+            modules,
             self.threads,
             self.max_tokens,
             self.max_seqs,

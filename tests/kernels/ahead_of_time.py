@@ -26,13 +26,14 @@ from triton.compiler import ASTSource
 
 from batchgen_kernels import AttentionSpec, KVCache
 from batchgen_kernels.storage import LARGEST
-from batchgen_kernels.triton_kernels import backend, layers, sampling, tiles
+from batchgen_kernels.triton_kernels import backend, layers, matmul, sampling, tiles
 from batchgen_kernels.triton_kernels.attend_kernel import attend_kernel, merge_kernel
 from batchgen_kernels.triton_kernels.layer_kernel import (
     gated_kernel,
     rms_norm_kernel,
     rotate_and_write_kernel,
 )
+from batchgen_kernels.triton_kernels.matmul_kernel import multiply_kernel
 from batchgen_kernels.triton_kernels.sampling_kernel import draw_kernel
 from batchgen_kernels.triton_kernels.write_kernel import write_kernel
 
@@ -202,6 +203,15 @@ def builds_without_attention() -> Iterator[Build]:
         )
 
 
+def builds_of_products() -> Iterator[Build]:
+    """Llama 8B, where rows must not depend on how many there are."""
+    for width, outputs in ((4096, 6144), (4096, 28672), (14336, 4096)):
+        names = ("out_ptr", "x_ptr", "weight_ptr", "bias_ptr")
+        constants = matmul.multiply_constants(width, outputs, torch.bfloat16, bias=False, add=outputs == 4096)
+        types = pointers({**dict.fromkeys(names[:3], torch.bfloat16), "bias_ptr": None})
+        yield Build(multiply_kernel, types, constants, None)
+
+
 def builds_of_sampling() -> Iterator[Build]:
     """Over the vocabulary of Llama 3, and of a Gemma, whose logits have 16 bits."""
     for dtype, vocab in ((torch.float32, 128_256), (torch.bfloat16, 262_144)):
@@ -281,6 +291,7 @@ def main() -> int:
         chip = CHIPS[arch]
         every = [(case.name, build) for case in chosen for build in builds(case, chip)]
         every += [("norms and activations", build) for build in builds_without_attention()]
+        every += [("products", build) for build in builds_of_products()]
         every += [("sampling", build) for build in builds_of_sampling()]
         for name, build in every:
             failed += report(name, build, chip)

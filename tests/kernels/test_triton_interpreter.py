@@ -16,6 +16,7 @@ FILES = [
     "triton_write.py",
     "triton_layers.py",
     "triton_sampling.py",
+    "triton_matmul.py",
     "triton_program.py",
     "triton_mutations.py",
     "triton_engine.py",

@@ -55,6 +55,11 @@ class TritonBackend:
             raise ValueError(f"fixed_split: {fixed_split} is not a positive multiple of 64")
         self._fixed_split = fixed_split
 
+    @property
+    def invariant(self) -> bool:
+        """Whether the bits of a row do not depend on its batch."""
+        return self._fixed_split is not None
+
     def supports(
         self,
         spec: AttentionSpec,

@@ -3,9 +3,10 @@
     h = h + m * norm(output(attend(rotate(norm(qkv(norm(h)))))))
     h = h + m * norm(down(activation(gate(norm(h))) * up(norm(h))))
 
-where each norm may be missing. What weights multiply is torch's, which calls the vendor's library; what lies
-between is one kernel each: norms, rotation with the norms of heads and the write to the cache, attention, the
-gated activation. Sums with the hidden states are part of the product where no norm comes behind it.
+where each norm may be missing. What weights multiply is torch's, which calls the vendor's library,
+or a kernel of our own where a row's bits must not depend on its batch; what lies between is one kernel each:
+norms, rotation with the norms of heads and the write to the cache, attention, the gated activation. Sums
+with the hidden states are part of the product where no norm comes behind it.
 
 Nothing waits for the device, and activations lie in buffers that are kept, so that a step can be captured.
 """
@@ -24,6 +25,7 @@ from batchgen_kernels.program import DecoderLayer
 from batchgen_kernels.triton_kernels import layers as kernels
 from batchgen_kernels.triton_kernels.backend import TritonBackend
 from batchgen_kernels.triton_kernels.layers import HeadNorms
+from batchgen_kernels.triton_kernels.matmul import multiply
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ class TritonProgram:
         spec = layer.spec
         widths = self._attention_widths
         qkv, turned, *normed = buffers.carve(sum(widths), widths[0], *self._whole_norm_widths(weights))
-        _multiply(_normed(buffers.hidden, weights.attention_norm, buffers.normed), weights.qkv, qkv)
+        self._multiply(_normed(buffers.hidden, weights.attention_norm, buffers.normed), weights.qkv, qkv)
         query, key, value = torch.split(qkv, widths, dim=1)
         if normed:
             query, key = (
@@ -226,7 +228,7 @@ class TritonProgram:
         """The second half: the gated unit."""
         width = weights.down.weight.shape[1]
         both, gated = buffers.carve(2 * width, width)
-        _multiply(_normed(buffers.hidden, weights.mlp_norm, buffers.normed), weights.gate_up, both)
+        self._multiply(_normed(buffers.hidden, weights.mlp_norm, buffers.normed), weights.gate_up, both)
         gate, up = both.chunk(2, dim=1)
         kernels.gated(gate, up, weights.activation, out=gated)
         self._add(buffers, gated, weights.down, weights.down_norm, weights.multiplier)
@@ -241,13 +243,24 @@ class TritonProgram:
     ) -> None:
         """Add to the hidden states what a product gives, after a norm if there is one."""
         hidden = buffers.hidden
+        if norm is None and self._backend.invariant:
+            multiply(x, product.weight, product.bias, out=hidden, factor=multiplier)
+            return
         if norm is None:
             hidden.addmm_(x, product.weight.t(), alpha=multiplier)
             if product.bias is not None:
                 hidden.add_(product.bias, alpha=multiplier)
             return
-        _multiply(x, product, buffers.normed)
+        self._multiply(x, product, buffers.normed)
         hidden.add_(_normed(buffers.normed, norm, buffers.normed), alpha=multiplier)
+
+    def _multiply(self, x: torch.Tensor, product: DeviceProduct, out: torch.Tensor) -> None:
+        if self._backend.invariant:
+            multiply(x, product.weight, product.bias, out=out)
+        elif product.bias is None:
+            torch.mm(x, product.weight.t(), out=out)
+        else:
+            torch.addmm(product.bias, x, product.weight.t(), out=out)
 
     @property
     def _attention_widths(self) -> list[int]:
@@ -282,13 +295,6 @@ def _normed(x: torch.Tensor, norm: DeviceNorm | None, out: torch.Tensor) -> torc
     if norm is None:
         return x
     return kernels.rms_norm(x, norm.weight, norm.epsilon, unit_offset=norm.unit_offset, out=out)[0]
-
-
-def _multiply(x: torch.Tensor, product: DeviceProduct, out: torch.Tensor) -> None:
-    if product.bias is None:
-        torch.mm(x, product.weight.t(), out=out)
-    else:
-        torch.addmm(product.bias, x, product.weight.t(), out=out)
 
 
 def _head_norms(weights: DeviceLayer) -> HeadNorms | None:

@@ -25,7 +25,7 @@ BLOCK = 2048
 STAGES = 6
 """Blocks on their way: five of float32 are 40 KiB, about what a processor's share of the memory's bandwidth
 brings in the time that one takes."""
-PIVOTS = 4
+PIVOTS = 2
 """Thresholds that are tried in one reading of a row: more of them take fewer readings, and more registers."""
 
 

@@ -41,7 +41,7 @@ def family(name: str) -> Family:
 class Fused:
     """A model with its layers read for a device, and caches of all layers in one group each."""
 
-    def __init__(self, model: Any, max_rows: int = 0) -> None:
+    def __init__(self, model: Any, max_rows: int = 0, fixed_split: int | None = None) -> None:
         self.body = model.get_decoder()
         self.probed: list[LayerAttention] = probe_model(model)
         model.set_attn_implementation("eager")
@@ -49,9 +49,10 @@ class Fused:
         assert isinstance(found, FusedDecoder), found
         self.preparation, self.weights = found.preparation, found.weights
         self.max_rows = max_rows
+        self.fixed_split = fixed_split
 
     def program(self, weights: DeviceWeights | None = None) -> TritonProgram:
-        weights, backend = weights or self.weights, TritonBackend()
+        weights, backend = weights or self.weights, TritonBackend(fixed_split=self.fixed_split)
         layers = [
             DecoderLayer(one.spec, allocate(backend, one.spec, 4, BLOCK, CPU, self.body.dtype), 0, one.sinks)
             for one in self.probed
@@ -108,6 +109,14 @@ def test_in_float16_it_rounds_no_more_than_transformers(name: str) -> None:
     fused, truth = Fused(build(name, torch.float16)), Fused(build(name, torch.float32))
     want = theirs(truth.body)
     assert error(fused.run(), want) < 1.5 * error(theirs(fused.body), want)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "granite"])
+def test_bits_do_not_depend_on_company_or_chunks_where_splits_are_fixed(name: str) -> None:
+    fused = Fused(build(name, torch.float32), fixed_split=64)
+    whole = fused.run([(29, 6)])
+    assert error(whole, theirs(fused.body)) < 1e-5
+    assert all(torch.equal(a, b) for a, b in zip(fused.run(), whole, strict=True))
 
 
 def test_the_model_keeps_its_weights_in_the_memory_of_the_joined_ones() -> None:
