@@ -13,12 +13,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from batchgen.models.balance import InputSizes, balancing, input_sizes
 from batchgen.models.decoder import read_decoder
 from batchgen.models.dtypes import precision
 from batchgen.models.fused import Fusion
+from batchgen.models.quantised_products import quantised_product
 from batchgen_kernels.cpu.decoder import DecoderWeights
-from batchgen_kernels.cpu.linear import Linear, pack
-from batchgen_kernels.cpu.quantised_weights import quantised
+from batchgen_kernels.cpu.linear import Linear, feature_sizes, pack
 
 _FEWEST = 64
 """Features of a product that is worth int8, to and from: less takes no time, and may be a score or a gate."""
@@ -30,14 +31,17 @@ class PackedLinear(torch.nn.Module):
     Args:
         original: whose results these are, but for rounding.
         quantise: whether the weights become int8.
+        inputs: how large each feature of its inputs is, `(in_features,)`, where that is known.
     """
 
-    def __init__(self, original: torch.nn.Module, *, quantise: bool = False) -> None:
+    def __init__(
+        self, original: torch.nn.Module, *, quantise: bool = False, inputs: torch.Tensor | None = None
+    ) -> None:
         super().__init__()
         weight: Any = original.weight
         weights = pack(weight.T if isinstance(original, Conv1D) else weight, original.bias)  # type: ignore[arg-type]
         if quantise:
-            weights = quantised(weights)
+            weights = quantised_product(weights, balancing(inputs, feature_sizes(weights)))
         self.weights = weights
         self.original: torch.nn.Module | None = original
         self.suspended = False
@@ -63,18 +67,20 @@ class Substitutes(Fusion[DecoderWeights]):
     """
 
     def __init__(self, model: PreTrainedModel, body: Any, *, quantise: bool = False) -> None:
-        super().__init__(model, body, read_decoder(body, quantise=quantise))
-        self._quantise = quantise
+        self._sizes: InputSizes | None = input_sizes(model, body) if quantise else None
+        super().__init__(model, body, read_decoder(body, sizes=self._sizes))
         self._linears: list[PackedLinear] = []
         self._pack_linears()
 
+    @torch.inference_mode()
     def _pack_linears(self) -> None:
         for parent in self.remaining():
             child: Any
             for name, child in list(parent.named_children()):
                 if type(child) in (torch.nn.Linear, Conv1D) and child.weight.dtype == torch.float32:
-                    quantise = self._quantise and min(child.weight.shape) >= _FEWEST
-                    packed = PackedLinear(child, quantise=quantise)
+                    quantise = self._sizes is not None and min(child.weight.shape) >= _FEWEST
+                    inputs = self._sizes.get(child) if self._sizes else None
+                    packed = PackedLinear(child, quantise=quantise, inputs=inputs)
                     setattr(parent, name, packed)
                     self._linears.append(packed)
 
@@ -91,7 +97,7 @@ class Substitutes(Fusion[DecoderWeights]):
         others = {"embeddings" if isinstance(m, torch.nn.Embedding) else type(m).__name__ for m in modules}
         if not all(linear.weights.quantised for linear in self._linears):
             others.add("products of few numbers")
-        return precision("int8" if self._quantise else None, others)
+        return precision(None if self._sizes is None else "int8", others)
 
     def _suspend(self, value: bool) -> None:
         super()._suspend(value)
@@ -108,6 +114,8 @@ class Substitutes(Fusion[DecoderWeights]):
         super().settle()
         for linear in self._linears:
             linear.original = None
+        if self._sizes is not None:
+            self._sizes = {}
 
     def kept(self) -> list[torch.nn.Module]:
         """See `Fusion`."""

@@ -157,18 +157,35 @@ def test_bad_rows_become_error_rows_and_take_no_other_with_them(
     assert batchgen("verify", tmp_path / "out").code == 0
 
 
+def kill_twice(job: Path) -> None:
+    """Let a job run some time, twice."""
+    rng, size = random.Random(1), 0
+    for _ in range(2):
+        process = start(job)
+        if wait_for_journal(job.parent, process, more_than=size):
+            time.sleep(rng.uniform(0.0, 0.5))
+        kill_all(process)
+        size = journal_bytes(job.parent)
+
+
+@pytest.mark.slow
+def test_kill_and_run_again_gives_the_same_bytes_with_products_in_int8(model: Path, tmp_path: Path) -> None:
+    folders = tmp_path / "calm", tmp_path / "killed"
+    for folder in folders:
+        folder.mkdir()
+        job = write_job(folder, model, make_lines(60), model={"quantization": "int8"})
+        if folder is folders[1]:
+            kill_twice(job)
+        done = batchgen("run", job)
+        assert done.code == 0, done.err
+    assert digests(folders[0]) == digests(folders[1])
+
+
 def test_kill_and_run_again_gives_the_same_bytes(
     model: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
-    rng = random.Random(1)
     job = write_job(tmp_path, model, make_lines(60))
-    size = 0
-    for _ in range(2):
-        process = start(job)
-        if wait_for_journal(tmp_path, process, more_than=size):
-            time.sleep(rng.uniform(0.0, 0.5))
-        kill_all(process)
-        size = journal_bytes(tmp_path)
+    kill_twice(job)
     done = batchgen("run", job)
     assert done.code == 0, done.err
     assert digests(tmp_path) == undisturbed

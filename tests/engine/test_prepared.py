@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,14 @@ def qwen(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("make", [save_tiny_llama, qwen])
-@pytest.mark.parametrize("kv", ["float32", "int8"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}], ids=["float32", "kv", "products"]
+)
 def test_the_second_start_computes_the_same_bits(
-    tmp_path: Path, engine: Open, make: Callable[[Path], Path], kv: str
+    tmp_path: Path, engine: Open, make: Callable[[Path], Path], settings: dict[str, str]
 ) -> None:
     place = make(tmp_path / "other")
-    first, second = engine(place, kv_cache_dtype=kv), engine(place, kv_cache_dtype=kv)
+    first, second = engine(place, **settings), engine(place, **settings)
     assert (is_from_cache(first), is_from_cache(second)) == (False, True)
     for sampling in (GREEDY, DRAWN):
         assert run(second, PROMPTS, sampling) == run(first, PROMPTS, sampling)
@@ -142,6 +145,7 @@ def test_embeddings_have_no_head(engine: Open) -> None:
         {"max_num_batched_tokens": 256},
         {"block_size": 32},
         {"kv_cache_dtype": "int8"},
+        {"quantization": "int8"},
         {"deterministic": False},
         {"num_threads": 1},
         {"attention": "cpu"},
@@ -263,10 +267,17 @@ def test_code_is_part_of_the_key_file_by_file(changed: str, monkeypatch: pytest.
     assert prepared.key_of(prepared._of_code()) != before
 
 
-@pytest.mark.parametrize("damage", ["content", "header", "cut", "longer", "empty", "foreign", "gone"])
+@pytest.mark.parametrize(
+    ("damage", "quantization"),
+    [
+        *((damage, None) for damage in ("content", "header", "cut", "longer", "empty", "foreign", "gone")),
+        *((damage, "int8") for damage in ("content", "cut")),
+    ],
+)
 def test_damaged_weights_are_made_anew(
-    tmp_path: Path, engine: Open, damage: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, engine: Open, damage: str, quantization: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
+    engine = partial(engine, quantization=quantization)
     expected = run(engine(), PROMPTS, GREEDY)
     file = packed(tmp_path)
     content = bytearray(file.read_bytes())

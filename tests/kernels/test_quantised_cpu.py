@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen_kernels.cpu.linear import Linear, pack, pack_gated
+from batchgen_kernels.cpu.linear import Linear, feature_sizes, pack, pack_gated, scaled, scaled_gated
 from batchgen_kernels.cpu.matmul import ROWS, Epilogue
 from batchgen_kernels.cpu.quantised_weights import quantise_weights, quantised
 from batchgen_kernels.cpu.records import GROUP, LARGEST, TINY
@@ -127,6 +127,42 @@ def test_gated_unit(epilogue: Epilogue, activation, outputs: int) -> None:
     gate, up, x = random(0, outputs, 140), random(1, outputs, 140), 0.3 * random(2, MANY, 140)
     y = Linear(quantised(pack_gated(gate, up, epilogue)))(x)
     assert torch.allclose(y, activation(product(gate)(x)) * product(up)(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("outputs", [32, 50])
+def test_sizes_of_the_weights_of_features(outputs: int) -> None:
+    weight = random(0, outputs, 40)
+    sizes, wanted = feature_sizes(pack(weight)), weight.square().mean(dim=0).sqrt()
+    assert torch.allclose(sizes / sizes.mean(), wanted / wanted.mean())
+
+
+def powers_of_two(seed: int, count: int) -> torch.Tensor:
+    return torch.exp2(torch.randint(-6, 7, (count,), generator=torch.Generator().manual_seed(seed)).float())
+
+
+@pytest.mark.parametrize("features", [64, 77, 190])
+def test_balance_is_part_of_the_product(features: int) -> None:
+    weight, x, balance = random(0, 70, features), random(1, 9, features), powers_of_two(2, features)
+    y = Linear(quantised(pack(weight), balance))(x)
+    assert torch.equal(y, product(weight / balance)(x * balance))
+
+
+def test_balance_lets_an_outlier_with_small_weights_cost_less() -> None:
+    weight, x, balance = random(0, 96, 256), random(1, 40, 256), torch.ones(256)
+    weight[:, 77] /= 256
+    x[:, 77] *= 256
+    balance[77] = 1 / 256
+    exact = x.double() @ weight.double().T
+    errors = [(Linear(quantised(pack(weight), b))(x) - exact).std() for b in (None, balance)]
+    assert errors[1] < 0.3 * errors[0]
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.SILU, Epilogue.GELU_TANH], ids=["silu", "gelu_tanh"])
+def test_balanced_weights_change_no_bit_in_float32(epilogue: Epilogue) -> None:
+    x, before, behind = random(0, MANY, 140), powers_of_two(1, 140), powers_of_two(2, 50)
+    weights = pack_gated(random(3, 50, 140), random(4, 50, 140), epilogue)
+    y = Linear(scaled_gated(scaled(weights, 1 / before), behind))(x * before)
+    assert torch.equal(y, Linear(weights)(x) * behind)
 
 
 @pytest.mark.parametrize("features", [33, 576])

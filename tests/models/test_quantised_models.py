@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from batchgen.models import substitutes
+from batchgen.models.balance import InputSizes, balancing, input_sizes
 from batchgen.types import ErrorClass, SamplingParams, UsageError
 
-GROUP, LARGEST = 64, 127
+GROUP, LARGEST, FEWEST = 64, 127, 64
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 BAD_TOKEN = 7
 SAME_ROUNDING = 1e-3
@@ -49,21 +50,51 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 class RoundedLinear(torch.nn.Module):
     """A linear layer of the same arithmetic, written down in the simplest way."""
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: Any, balance: torch.Tensor) -> None:
         super().__init__()
-        weight = original.weight.T if isinstance(original, Conv1D) else original.weight
-        self.weight, self.bias = rounded(weight) / GROUP, original.bias
+        self.weight, self.bias = rounded(weight_of(original) / balance) / GROUP, original.bias
+        self.balance = balance
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = (rounded(x) @ self.weight.T).float()
+        y = (rounded(x * self.balance) @ self.weight.T).float()
         return y if self.bias is None else y + self.bias
 
 
-def round_products(model: torch.nn.Module, fewest: int) -> None:
+def weight_of(linear: Any) -> torch.Tensor:
+    weight: torch.Tensor = linear.weight.T if isinstance(linear, Conv1D) else linear.weight
+    return weight
+
+
+def balance_of(sizes: InputSizes, name: str, parent: Any, *, fused: bool, normed: bool) -> torch.Tensor:
+    """Of a linear layer; in a program products of the same input share theirs, which needs a norm before."""
+    together = [name]
+    if fused and name != "lm_head":
+        groups = (["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"])
+        together = next((group for group in groups if name in group), together)
+        if name == "o_proj" or (name != "down_proj" and not normed):
+            return torch.ones(getattr(parent, name).in_features)
+    linear = getattr(parent, together[0])
+    weights = torch.cat([weight_of(getattr(parent, other)) for other in together])
+    found = balancing(sizes.get(linear), weights.square().mean(dim=0).sqrt())
+    assert found is not None
+    return found
+
+
+@torch.inference_mode()
+def round_products(model: Any, *, fused: bool) -> None:
+    body = model.get_decoder()
+    sizes = input_sizes(model, body)
+    model.set_attn_implementation("eager")
+    normed = fused and hasattr(body.layers[0], "input_layernorm")
+    rounded_ones = {}
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) in (torch.nn.Linear, Conv1D) and min(child.weight.shape) >= fewest:
-                setattr(parent, name, RoundedLinear(child))
+        for name, child in parent.named_children():
+            few = not fused and type(child) in (torch.nn.Linear, Conv1D) and min(child.weight.shape) < FEWEST
+            if type(child) in (torch.nn.Linear, Conv1D) and not few:
+                balance = balance_of(sizes, name, parent, fused=fused, normed=normed)
+                rounded_ones[parent, name] = RoundedLinear(child, balance)
+    for (parent, name), linear in rounded_ones.items():
+        setattr(parent, name, linear)
 
 
 def family(name: str) -> Any:
@@ -119,7 +150,7 @@ def test_computes_what_a_model_with_the_same_rounding_does(name: str, said: str,
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     exact = theirs(model, prompts)
     fused = engine.core.runner.program is not None
-    round_products(model, 1 if fused else substitutes._FEWEST)
+    round_products(model, fused=fused)
     wanted = theirs(model, prompts)
     change = (wanted - exact).square().mean().sqrt()
     left = (ours - wanted).square().mean(dim=1).sqrt()
@@ -156,23 +187,19 @@ def test_keys_and_values_are_stored_as_asked(folder: Path, stored: str) -> None:
 def test_a_row_that_is_not_finite_is_an_error_and_no_other(name: str, tmp_path: Path) -> None:
     place = family(name).save(tmp_path)
     good = [[5, 9, 2, 11, 3, 1], [8, 8, 4]]
-    expected = [
-        o.token_ids for o in run(make_engine(place, quantization="int8", max_model_len=160), good, GREEDY)
-    ]
     weights = load_file(place / "model.safetensors")
     key = next(k for k in weights if k.endswith(("embed_tokens.weight", "wte.weight")))
     weights[key][BAD_TOKEN] = float("inf")
     if "lm_head.weight" not in weights:
         pytest.skip("its embedding is its head")
     save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
-    outputs = run(
-        make_engine(place, quantization="int8", max_model_len=160),
-        [good[0], [3, BAD_TOKEN, 2], good[1]],
-        GREEDY,
+    expected, outputs = (
+        run(make_engine(place, quantization="int8", max_model_len=160), prompts, GREEDY)
+        for prompts in (good, [good[0], [3, BAD_TOKEN, 2], good[1]])
     )
     assert outputs[1].error is not None
     assert outputs[1].error.error_class is ErrorClass.NONFINITE
-    assert [outputs[0].token_ids, outputs[2].token_ids] == expected
+    assert [outputs[0].token_ids, outputs[2].token_ids] == [o.token_ids for o in expected]
 
 
 def test_a_program_that_computes_something_else_is_not_used(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,10 @@ class PackedWeights:
         """All that is kept."""
         return [self.panels, *([] if self.bias is None else [self.bias])]
 
+    def balanced(self, rows: torch.Tensor) -> torch.Tensor:
+        """What is multiplied in the place of `(R, in_features)` rows."""
+        return rows
+
     def describe(self, operation: npt.NDArray[np.int64]) -> None:
         """Fill in what does not change between calls."""
         operation[CODE] = Code.MATMUL
@@ -88,6 +92,23 @@ def pack_gated(gate: torch.Tensor, up: torch.Tensor, activation: Epilogue) -> Pa
     padding = round_up(out_features, ALIGNMENT) - out_features
     halves = [F.pad(w, (0, 0, 0, padding)).view(-1, half, w.shape[1]) for w in (gate, up)]
     return PackedWeights(_panels(torch.cat(halves, dim=1).flatten(0, 1)), None, out_features, activation)
+
+
+def scaled(weights: PackedWeights, factors: torch.Tensor) -> PackedWeights:
+    """A product whose weights of each input feature are multiplied by something, `(in_features,)` float32."""
+    return replace(weights, panels=weights.panels * factors[:, None])
+
+
+def scaled_gated(weights: PackedWeights, factors: torch.Tensor) -> PackedWeights:
+    """A gated unit that gives results multiplied by something, `(out_features,)` float32."""
+    gate, up = weights.panels.chunk(2, dim=2)
+    padded = F.pad(factors, (0, weights.out_stride - weights.out_features), value=1.0)
+    return replace(weights, panels=torch.cat([gate, up * padded.view(-1, 1, PANEL // 2)], dim=2))
+
+
+def feature_sizes(weights: PackedWeights) -> torch.Tensor:
+    """Root mean square of the weights of each input feature, `(in_features,)`."""
+    return weights.panels.square().mean(dim=(0, 2)).sqrt()
 
 
 def _panels(weight: torch.Tensor) -> torch.Tensor:
@@ -128,7 +149,7 @@ class Linear:
                 f"a product with {weights.in_features} input features takes float32, "
                 f"not {x.dtype} {tuple(x.shape)}"
             )
-        rows = x.reshape(-1, weights.in_features)
+        rows = weights.balanced(x.reshape(-1, weights.in_features))
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         out = torch.empty(len(rows), weights.out_stride)

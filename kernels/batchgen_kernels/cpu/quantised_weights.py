@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen_kernels.cpu.linear import PackedWeights, quantise
+from batchgen_kernels.cpu.linear import PackedWeights, quantise, scaled
 from batchgen_kernels.cpu.matmul import PANEL, Matmul
 from batchgen_kernels.cpu.program import CODE, FIELDS, Code, Program
 from batchgen_kernels.cpu.quantised import STEP
@@ -23,10 +23,12 @@ class QuantisedWeights(PackedWeights):
         panels: `(P, groups, GROUP / STEP, PANEL, STEP)` uint8.
         scales: `(P, groups, PANEL)` float32.
         features: of the input.
+        balance: `(features,)` float32 that inputs are multiplied by first, or None.
     """
 
     scales: torch.Tensor
     features: int
+    balance: torch.Tensor | None = None
 
     @property
     def in_features(self) -> int:
@@ -41,7 +43,15 @@ class QuantisedWeights(PackedWeights):
     def tensors(self) -> list[torch.Tensor]:
         """All that is kept."""
         # Without arguments, super() does not know a class that has slots.
-        return [*PackedWeights.tensors(self), self.scales]
+        balance = [] if self.balance is None else [self.balance]
+        return [*PackedWeights.tensors(self), self.scales, *balance]
+
+    def balanced(self, rows: torch.Tensor) -> torch.Tensor:
+        """What is multiplied in the place of `(R, in_features)` rows."""
+        if self.balance is None:
+            return rows
+        # torch would wake its other threads for this.
+        return torch.from_numpy(rows.detach().numpy() * self.balance.numpy())
 
     def describe(self, operation: npt.NDArray[np.int64]) -> None:
         """Fill in what does not change between calls."""
@@ -74,8 +84,15 @@ def quantise_weights(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ordered.to(torch.int8).view(rows, groups, GROUP), scales / GROUP
 
 
-def quantised(weights: PackedWeights) -> QuantisedWeights:
-    """The same product with weights in int8."""
+def quantised(weights: PackedWeights, balance: torch.Tensor | None = None) -> QuantisedWeights:
+    """The same product with weights in int8.
+
+    Args:
+        weights: in float32.
+        balance: `(in_features,)` float32 that inputs are to be multiplied by, and weights are divided by.
+    """
+    if balance is not None:
+        weights = scaled(weights, 1 / balance)
     q, scales = quantise_weights(weights.panels.transpose(1, 2).flatten(0, 1))
     groups = q.shape[1]
     steps = (q.view(torch.uint8) ^ OFFSET).view(-1, PANEL, groups, GROUP // STEP, STEP)
@@ -86,4 +103,5 @@ def quantised(weights: PackedWeights) -> QuantisedWeights:
         epilogue=weights.epilogue,
         scales=scales.view(-1, PANEL, groups).transpose(1, 2).contiguous(),
         features=weights.in_features,
+        balance=balance,
     )
