@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -22,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,11 +40,12 @@ TOTAL_SECONDS = 570
 
 
 class Section(NamedTuple):
-    """`seconds` it may take at most."""
+    """`seconds` it may take at most; neighbours that are `beside` run at once: they measure no speed."""
 
     name: str
     seconds: int
     run: Callable[[Any, Any, float], None]
+    beside: bool = False
 
 
 def _environment(notes: Any, place: Any, until: float) -> None:
@@ -64,16 +68,22 @@ def _environment(notes: Any, place: Any, until: float) -> None:
     notes.fact("cuda", torch.version.cuda)
 
 
-def _attention(notes: Any, place: Any, until: float) -> None:
-    import gpu_kernels
+def _attention(dtype: str) -> Callable[[Any, Any, float], None]:
+    def run(notes: Any, place: Any, until: float) -> None:
+        import gpu_kernels
 
-    gpu_kernels.attention(notes, place, until)
+        gpu_kernels.attention(notes, place, dtype, until)
+
+    return run
 
 
-def _between(notes: Any, place: Any, until: float) -> None:
-    import gpu_kernels
+def _of_kernels(name: str) -> Callable[[Any, Any, float], None]:
+    def run(notes: Any, place: Any, until: float) -> None:
+        import gpu_kernels
 
-    gpu_kernels.between(notes, place, until)
+        getattr(gpu_kernels, name)(notes, place)
+
+    return run
 
 
 def _of_engine(name: str) -> Callable[[Any, Any, float], None]:
@@ -99,12 +109,15 @@ SECTIONS = (
     Section("engine: tokens", 110, _of_engine("tokens")),
     Section("jobs", 150, _of_speed("jobs")),
     Section("kernels: speed", 100, _of_speed("kernels")),
-    Section("engine: errors", 80, _of_engine("errors")),
     Section("engine: memory", 45, _of_engine("memory")),
-    Section("kernels: attention", 110, _attention),
-    Section("kernels: between", 60, _between),
-    Section("engine: graphs", 60, _of_engine("graphs")),
-    Section("engine: invariance", 60, _of_engine("invariance")),
+    Section("kernels: attention in bfloat16", 140, _attention("bfloat16"), beside=True),
+    Section("kernels: attention in float16", 140, _attention("float16"), beside=True),
+    Section("kernels: attention in float32", 140, _attention("float32"), beside=True),
+    Section("kernels: between", 140, _of_kernels("between"), beside=True),
+    Section("kernels: sampling", 140, _of_kernels("sampling"), beside=True),
+    Section("engine: errors", 140, _of_engine("errors"), beside=True),
+    Section("engine: graphs", 140, _of_engine("graphs"), beside=True),
+    Section("engine: invariance", 140, _of_engine("invariance"), beside=True),
 )
 
 
@@ -133,35 +146,44 @@ def main() -> int:
 def _run_all(
     chosen: list[Section], given: argparse.Namespace, scratch: Path, began: float
 ) -> Iterator[dict[str, Any]]:
-    """Run sections one after the other; the notes of each, and how it ended."""
-    log = given.out / "log.txt"
-    log.write_text("")
-    for section in chosen:
-        file = scratch / f"{section.name.replace(' ', '-').replace(':', '')}.jsonl"
+    """Run sections, groups of them one after the other; the notes of each, and how it ended."""
+    (given.out / "log.txt").write_text("")
+    for number, (_, group) in enumerate(itertools.groupby(chosen, key=lambda s: s.beside or s.name)):
+        sections = list(group)
         left = TOTAL_SECONDS - (time.monotonic() - began)
-        seconds = 3600 if given.dry else min(section.seconds, left)
-        if seconds < 10:
-            yield _ending(section, "skipped", reason="the ten minutes are over")
-            continue
-        start = time.monotonic()
-        ended = _in_process(section, file, given.dry, seconds, scratch, log)
-        if file.exists():
-            yield from (json.loads(line) for line in file.read_text().splitlines())
-        took = f"{time.monotonic() - start:.0f} s"
-        if ended is None:
-            yield _ending(section, "check", ok=False, detail=f"stopped after {took}, its limit; see log.txt")
-        else:
-            detail = took if ended == 0 else f"ended with {ended} after {took}; see log.txt"
-            yield _ending(section, "check", ok=ended == 0, detail=detail)
+        # In a dry run all share the processor.
+        with ThreadPoolExecutor(1 if given.dry else len(sections)) as threads:
+            files = [scratch / f"{number}-{i}.jsonl" for i in range(len(sections))]
+            run = functools.partial(_run_one, dry=given.dry, left=left, scratch=scratch)
+            for section, file, ending in zip(sections, files, threads.map(run, sections, files), strict=True):
+                if file.exists():
+                    yield from (json.loads(line) for line in file.read_text().splitlines())
+                yield ending
+                with (given.out / "log.txt").open("ab") as log:
+                    log.write(f"\n===== {section.name}\n".encode())
+                    if file.with_suffix(".log").exists():
+                        log.write(file.with_suffix(".log").read_bytes())
+
+
+def _run_one(section: Section, file: Path, *, dry: bool, left: float, scratch: Path) -> dict[str, Any]:
+    """Run one section in a process; how it ended."""
+    seconds = 3600 if dry else min(section.seconds, left)
+    if seconds < 10:
+        return _ending(section, "skipped", reason="the ten minutes are over")
+    start = time.monotonic()
+    ended = _in_process(section, file, dry, seconds, scratch)
+    took = f"{time.monotonic() - start:.0f} s"
+    if ended is None:
+        return _ending(section, "check", ok=False, detail=f"stopped after {took}, its limit; see log.txt")
+    detail = took if ended == 0 else f"ended with {ended} after {took}; see log.txt"
+    return _ending(section, "check", ok=ended == 0, detail=detail)
 
 
 def _ending(section: Section, kind: str, **more: Any) -> dict[str, Any]:
     return {"section": section.name, "kind": kind, "name": "the section as a whole", **more}
 
 
-def _in_process(
-    section: Section, file: Path, dry: bool, seconds: float, scratch: Path, log: Path
-) -> int | None:
+def _in_process(section: Section, file: Path, dry: bool, seconds: float, scratch: Path) -> int | None:
     """The exit code; None if it took too long."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -182,9 +204,7 @@ def _in_process(
         "--section",
         section.name,
     ]
-    with log.open("ab") as stream:
-        stream.write(f"\n===== {section.name}\n".encode())
-        stream.flush()
+    with file.with_suffix(".log").open("wb") as stream:
         process = subprocess.Popen(
             [*command, *(["--dry"] if dry else [])],
             env=environment,
@@ -206,8 +226,11 @@ def _in_process(
 def _run_section(name: str, file: Path, dry: bool) -> int:
     """In the section's own process."""
     import numpy as np
+    import torch
     from gpu_notes import Notes, Place
 
+    # The environment of some containers turns TF32 on, which has 10 of the 23 bits of float32.
+    torch.set_float32_matmul_precision("highest")
     if dry:
         # What the interpreter computes for absent rows is not a number now and then.
         np.seterr(all="ignore")
