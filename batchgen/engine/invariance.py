@@ -28,6 +28,9 @@ from batchgen.models.experts import expert_modules, expert_weights
 from batchgen.types import Request, SamplingParams
 
 ROWS_PER_THREAD = 4
+STEP_MULTIPLES = (64, 128, 256)
+"""Rows of the tiles that a GPU's products have."""
+EVERY_SIZE, LONGEST_FILLER = 256, 250
 CHECKED_MULTIPLES = (1, 2, 3, 4, 5, 8, 13, 16, 31, 32, 64)
 
 
@@ -71,10 +74,8 @@ def rows_are_independent(product: Product, multiple: int, max_rows: int) -> bool
     """Whether rows keep their bits for every checked number of rows that is a multiple of `multiple`."""
     generator = torch.Generator().manual_seed(0)
     most = -(-max_rows // multiple)
+    sizes = [multiple * k for k in {*CHECKED_MULTIPLES, most} if k <= most]
     weight = product.weight
-    # A GPU's library chooses among more kernels, and has them all tried in little time.
-    counts = {*CHECKED_MULTIPLES, most} if weight.device.type == "cpu" else range(1, most + 1)
-    sizes = [multiple * k for k in counts if k <= most]
     x = torch.randn(max(sizes), weight.shape[1], generator=generator).to(weight)
     whole = product(x)
     for rows in sizes:
@@ -135,6 +136,58 @@ def find_row_multiple(
         ) and activations_are_independent(modules, multiple, max_tokens):
             return multiple
     return None
+
+
+def find_step_multiple(runner: ModelRunner, vocab_size: int, num_blocks: int, max_tokens: int) -> int | None:
+    """As `find_row_multiple`, of a model as it runs on a GPU: whole steps of all sizes, which take it
+    milliseconds.
+
+    The runner pads to the result from now on. Uses its cache, so it must run before the first request.
+    """
+    for multiple in (1, *STEP_MULTIPLES):
+        runner.row_multiple = multiple
+        if _steps_are_independent(runner, vocab_size, num_blocks, max_tokens):
+            return multiple
+    runner.row_multiple = 1
+    return None
+
+
+def _steps_are_independent(runner: ModelRunner, vocab_size: int, num_blocks: int, max_tokens: int) -> bool:
+    """Whether a token has the same bits behind its prompt as alone among others, whatever their number."""
+    length = min(CHECKED_TOKENS, max_tokens)
+    groups, each = len(runner.layout.groups), -(-length // runner.block_size)
+    if num_blocks < groups * each + 2:
+        return False
+    tokens = [(7 + 13 * t) % vocab_size for t in range(length)]
+    request = Request(0, tokens, SamplingParams(max_tokens=1))
+    blocks = [list(range(1 + group * each, 1 + (group + 1) * each)) for group in range(groups)]
+    truth = _last_row(runner, [_scheduled(request, 0, length, blocks)])
+    for size in _step_sizes(runner.row_multiple, max_tokens):
+        own = _scheduled(request, length - 1, length, blocks)
+        others = _fillers(size - 1, groups * each + 1, groups, vocab_size, runner.block_size)
+        if not torch.equal(_last_row(runner, [own, *others]), truth):
+            return False
+    return True
+
+
+def _step_sizes(multiple: int, most: int) -> list[int]:
+    """Every number of rows after padding up to a few hundred, and further on at least every sixteenth."""
+    sizes = range(multiple, most + multiple, multiple)
+    return [min(n, most) for n in sizes if n <= EVERY_SIZE or n % max(multiple, 16) == 0 or n >= most]
+
+
+def _fillers(
+    tokens: int, block: int, groups: int, vocab_size: int, block_size: int
+) -> list[ScheduledRequest]:
+    """Sequences with so many tokens, of one token and of many; what they leave in `block` means nothing."""
+    fillers: list[ScheduledRequest] = []
+    while tokens:
+        length = min(tokens, 1 if len(fillers) % 2 else LONGEST_FILLER)
+        request = Request(1 + len(fillers), [5 % vocab_size] * length, SamplingParams(max_tokens=1))
+        own = [[block] * -(-length // block_size)] * groups
+        fillers.append(_scheduled(request, 0, length, own))
+        tokens -= length
+    return fillers
 
 
 def _scheduled(request: Request, start: int, stop: int, blocks: list[list[int]]) -> ScheduledRequest:

@@ -12,13 +12,8 @@ import torch
 def make_products_rowwise(model: torch.nn.Module) -> None:
     """Let linear layers on an NVIDIA GPU multiply by the kernel of `triton_kernels.matmul`; others stay."""
     for layer in model.modules():
-        if isinstance(layer, torch.nn.Linear) and is_rowwise(layer):
+        if isinstance(layer, torch.nn.Linear) and _has_kernel(layer.weight.device):
             vars(layer)["forward"] = functools.partial(_multiply, layer)
-
-
-def is_rowwise(layer: torch.nn.Module) -> bool:
-    """Whether `make_products_rowwise` takes this layer."""
-    return isinstance(layer, torch.nn.Linear) and _has_kernel(layer.weight.device)
 
 
 def _has_kernel(device: torch.device) -> bool:

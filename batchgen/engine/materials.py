@@ -11,8 +11,8 @@ import torch
 
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.device import Device
-from batchgen.engine.invariance import find_row_multiple
-from batchgen.engine.invariant_products import is_rowwise, make_products_rowwise
+from batchgen.engine.invariance import find_row_multiple, find_step_multiple
+from batchgen.engine.invariant_products import make_products_rowwise
 from batchgen.engine.memory import MemoryPlan
 from batchgen.engine.output_check import EXACT, ROUNDED, check_difference, output_difference
 from batchgen.engine.runner import ModelRunner
@@ -75,9 +75,7 @@ class Materials(Sizing):
     def _substitutes(self) -> Fusion[Any] | None:
         body = body_of(self.loaded.model, self.loaded.task)
         if self.device.is_gpu:
-            # Where bits must not depend on the batch, products are those that `_row_multiple` tries.
-            fuses = self._backend.name == "triton" and self._config.deterministic is not True
-            return self._fused_on_device(body) if fuses else None
+            return self._fused_on_device(body) if self._backend.name == "triton" else None
         if self._backend.name != "cpu" or self._config.dtype != "float32":
             return None
         # Needs Numba, as the backend does.
@@ -167,8 +165,14 @@ class Materials(Sizing):
         return ROUNDED, _SLIGHTLY_ROUNDED if self._config.dtype == "float32" else _ROUNDED_PROGRAM
 
     def _try(self, memory: MemoryPlan, invariant: bool) -> tuple[CheckedRunner, float | None]:
-        multiple = self._row_multiple() if invariant else None
+        on_gpu = self.device.is_gpu
+        if invariant and on_gpu:
+            make_products_rowwise(self.loaded.model)
+        multiple = self._row_multiple() if invariant and not on_gpu else None
         runner = self.runner(memory.shape.layout, memory.num_blocks, multiple or 1)
+        if invariant and on_gpu:
+            vocab_size = self.loaded.vocab_size
+            multiple = find_step_multiple(runner, vocab_size, memory.num_blocks, self.max_tokens)
         difference = output_difference(
             runner, self.loaded, memory.kv_config, memory.max_model_len, self.substitutes
         )
@@ -177,17 +181,13 @@ class Materials(Sizing):
     def _row_multiple(self) -> int | None:
         """Rows to pad to, or None where there is no number that makes the model invariant."""
         model = self.loaded.model
-        if not self.device.is_gpu and self._rows_are_whole_vectors():
+        if self._rows_are_whole_vectors():
             return 1
-        if self.threads > 2 and not self.device.is_gpu:
+        if self.threads > 2:
             make_activations_rowwise(model)
-        modules = self.substitutes.remaining() if self.substitutes else list(model.modules())
-        if self._config.deterministic is True:
-            make_products_rowwise(model)
-            modules = [module for module in modules if not is_rowwise(module)]
         multiple = find_row_multiple(
             model,
-            modules,
+            self.substitutes.remaining() if self.substitutes else list(model.modules()),
             self.threads,
             self.max_tokens,
             self.max_seqs,

@@ -34,8 +34,8 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.Mo
         max_num_seqs=2,
     )
     assert (engine.facts["device"], engine.facts["attention"]) == ("cuda", "triton")
-    outputs = run(engine, PROMPTS, SamplingParams(max_tokens=3))
-    assert [output.token_ids for output in outputs] == oracle(folder, PROMPTS, 3)
+    outputs = run(engine, PROMPTS, SamplingParams(max_tokens=2))
+    assert [output.token_ids for output in outputs] == oracle(folder, PROMPTS, 2)
 
 
 def test_a_row_has_the_same_bits_in_every_batch_where_it_is_asked_for(
@@ -50,7 +50,7 @@ def test_a_row_has_the_same_bits_in_every_batch_where_it_is_asked_for(
         deterministic=True,
         max_model_len=48,
         max_num_batched_tokens=24,
-        max_num_seqs=2,
+        max_num_seqs=4,
     )
     assert engine.facts["batch_invariant"]
     prompts = [[(7 * i + j) % 250 for i in range(40)] for j in range(2)]
