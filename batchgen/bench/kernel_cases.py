@@ -203,6 +203,27 @@ def triton_layer_cases(
         )
 
 
+def sampling_cases(
+    vocabulary: int, sizes: Sizes, device: torch.device, dtype: torch.dtype
+) -> Iterator[KernelCase]:
+    """Drawing tokens by top-k and top-p; the logits are read once at least."""
+    from batchgen_kernels.triton_kernels.sampling import draw
+
+    for rows in sizes.rows[:2]:
+        logits = torch.randn(rows, vocabulary, dtype=dtype, device=device) * 3
+        numbers = torch.tensor([[0, row, 0, 0, 40] for row in range(rows)], device=device)
+        floats = torch.tensor([[0.8, 0.0, 0.95]] * rows, dtype=torch.float64, device=device)
+        source = torch.arange(rows, device=device)
+        yield KernelCase(
+            "draw tokens",
+            f"{rows} of {vocabulary}",
+            _name(dtype),
+            partial(draw, logits, source, numbers, floats),
+            logits.nbytes,
+            0,
+        )
+
+
 def _attend(
     backend: AttentionBackend,
     spec: AttentionSpec,

@@ -20,6 +20,7 @@ from batchgen.bench.kernel_cases import (
     attention_cases,
     layer_of,
     product_cases,
+    sampling_cases,
     triton_layer_cases,
 )
 from batchgen.bench.stopwatch import Stopwatch
@@ -133,6 +134,8 @@ def cases_of(
     ]
     if backend.name == "triton" or device.type == "cuda":
         every.append(triton_layer_cases(layer, sizes, device, dtype))
+        if layer.products:
+            every.append(sampling_cases(layer.products[-1].out_features, sizes, device, dtype))
     return chain.from_iterable(every)
 
 
