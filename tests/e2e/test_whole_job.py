@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
-def write_job(folder: Path, model: Path, lines: list[str], **changes: Any) -> Path:
+def write_job(folder: Path, model: Path, lines: list[str], /, **changes: Any) -> Path:
     (folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
     job: dict[str, Any] = {
         "model": {"path": str(model), "max_model_len": 256},
