@@ -1,6 +1,6 @@
 """Compile the Triton kernels' production settings for GPUs that are not here, and print what they take.
 
-Fails where a kernel spills more registers than `ALLOWED_SPILL`, where its shared memory is more than the GPU
+Fails where a kernel spills registers, beyond `ALLOWED_SPILL`, where its shared memory is more than the GPU
 has, or more than `tiles.shared_bytes` says. Called by `make kernels-aot`, for each version of triton in a
 process of its own.
 """
@@ -51,8 +51,9 @@ CHIPS = {chip.capability: chip for chip in (tiles.A100, tiles.H100, tiles.B200)}
 FLOATS = {"factor", "cap", "eps"}
 UNALIGNED = {"num_seqs", "num_splits", "num_rows", "table_stride"}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
-ALLOWED_SPILL = 32
-"""Bytes a thread: eight registers, which the assembler gives up by itself for a second program."""
+ALLOWED_SPILL = {80: 24}
+"""Bytes a thread, elsewhere none: there the assembler gives up six registers of 134 by itself, for a second
+program on a processor."""
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -112,7 +113,11 @@ CASES = [
     Case(name="gpt-oss 64, decode", spec=GPT_OSS, rows=1, block_size=32),
     Case(name="phi 96, prompts", spec=layer(32, 32, 96), rows=512),
     Case(name="phi 80, decode", spec=layer(32, 32, 80), rows=1),
+    Case(name="phi 96, decode", spec=layer(32, 32, 96), rows=1, block_size=64),
+    Case(name="phi 80, prompts", spec=layer(32, 32, 80), rows=512, block_size=32),
     Case(name="deepseek 192/128, prompts", spec=layer(16, 16, 192, 128), rows=512),
+    Case(name="deepseek 192/128, decode", spec=layer(16, 16, 192, 128), rows=1, block_size=64),
+    Case(name="gemma 256, decode, fp8", spec=GEMMA, rows=1, kv_dtype=torch.float8_e4m3fn, block_size=64),
     Case(name="one head of keys for 128", spec=layer(128, 1, 128), rows=1),
 ]
 
@@ -252,10 +257,11 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def faults(shared: int, spilled: int, expected: int | None, limit: int) -> list[str]:
+def faults(shared: int, spilled: int, expected: int | None, chip: tiles.Chip) -> list[str]:
     said = []
-    if spilled > ALLOWED_SPILL:
+    if spilled > ALLOWED_SPILL.get(chip.capability, 0):
         said.append(f"spills {spilled} bytes a thread")
+    limit = chip.shared_memory
     if shared > limit:
         said.append(f"takes more shared memory than the {limit:,} bytes there are")
     if expected is not None and shared > expected:
@@ -271,7 +277,7 @@ def report(name: str, build: Build, chip: tiles.Chip) -> int:
     print(f"{build.kernel.__name__:<24}{name:<33}{chip.capability:>4}", end="")
     print(f"{constants.get('BLOCK_M', ''):>6}{constants['num_warps']:>6}{constants['num_stages']:>7}", end="")
     print(f"{registers:>10}{spilled:>8}{shared:>9,}{build.expected_shared or 0:>9,}", flush=True)
-    wrong = faults(shared, spilled, build.expected_shared, chip.shared_memory)
+    wrong = faults(shared, spilled, build.expected_shared, chip)
     for fault in wrong:
         print(f"  FAULT: {fault}")
     return len(wrong)
