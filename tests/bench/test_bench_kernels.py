@@ -129,6 +129,7 @@ print("\\n".join(lines(report("tiny", limits, measure(cases, limits, cpu, quick=
     for kernel in (
         "attend decoding, int8 cache",
         "rotate and write",
+        "draw tokens",
         "gated activation",
         "norm with residual",
     ):
