@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from batchgen.bench.shapes import Product
+from batchgen.grammar import counted
 from batchgen_kernels.backend import AttentionBackend, KVCache, allocate
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.spec import AttentionSpec
@@ -186,7 +187,7 @@ def triton_layer_cases(
         kv, meta = _cache(TritonBackend(), spec, [(0, rows)], device, dtype)
         yield KernelCase(
             "rotate and write",
-            f"{rows} tokens",
+            counted(rows, "token"),
             _name(dtype),
             partial(
                 layers.rotate_and_write,
@@ -258,7 +259,7 @@ def _write(
     kv, meta = _cache(backend, spec, [(0, rows)], device, dtype)
     _, key, value = _rows(spec, rows, device, dtype)
     return KernelCase(
-        "write", f"{rows} tokens", _name(dtype), partial(backend.write, kv, key, value, meta),
+        "write", counted(rows, "token"), _name(dtype), partial(backend.write, kv, key, value, meta),
         2 * (key.nbytes + value.nbytes), 0,
     )  # fmt: skip
 

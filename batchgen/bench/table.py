@@ -107,9 +107,10 @@ def _details(contestant: Mapping[str, Any]) -> Iterator[str]:
         )
     if (decoding := details["decoding"]) is not None and details["facts"].get("device") == "cuda":
         yield (
-            f"    {counted(decoding['steps'], 'step')} of {decoding['rows']:.0f} rows that only decode, "
-            f"{decoding['seconds'] * 1e3:.2f} ms each: {decoding['bytes'] / 1e9:.2f} GB of weights and cache "
-            f"read, {decoding['bandwidth_share']:.0%} of a copy's {details['bandwidth'] / 1e9:,.0f} GB/s"
+            f"    {counted(decoding['steps'], 'step')} that only decode, of "
+            f"{counted(round(decoding['rows']), 'row')} in the mean, {decoding['seconds'] * 1e3:.2f} ms "
+            f"each: {decoding['bytes'] / 1e9:.2f} GB of weights and cache read, "
+            f"{decoding['bandwidth_share']:.0%} of a copy's {details['bandwidth'] / 1e9:,.0f} GB/s"
         )
     yield (
         f"    {counted(details['steps'], 'step')}, {counted(details['computed_tokens'], 'token')} computed, "

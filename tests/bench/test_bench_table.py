@@ -32,6 +32,8 @@ def details(**more: Any) -> dict[str, Any]:
         "failed": {},
         "preparing_seconds": None,
         "alone": None,
+        "decoding": None,
+        "facts": {"device": "cpu"},
         "bandwidth": 20e9,
         "parts": {"qkv": 1.0, "attention": 0.5, "other": 0.1},
         "work": work(300),
@@ -53,6 +55,7 @@ def work(total: float) -> dict[str, Any]:
         "without_sharing": {"total": 2e9 * total},
         "flop_per_second": total / 2 * 1e9,
         "product_rate": 200e9,
+        "dtype": "float32",
         "rates": [{"product": product, "rows": 64, "ours": None, "torch": 90.0, "best": 90.0}],
     }
 
@@ -95,7 +98,8 @@ def test_a_table() -> None:
     assert "3 of 4  87.5%     21.7500" in text
     assert "vllm, round 2 failed: gone" in text
     assert (
-        "300 GFLOP needed, 20% of it attention (600 if nothing were shared): 150.0 GFLOP/s, 75% of the 200.0"
+        "300 GFLOP needed, 20% of it attention (600 if nothing were shared): 150.0 GFLOP/s, 75% of the 200.0 "
+        "GFLOP/s that products of these shapes reach in float32\n"
     ) in text
     assert "qkv        64 x 64 x 128: - GFLOP/s ours, 90 torch" in text
     assert "7 steps, 100 tokens computed, 20 from the cache, 4.0% of its slots held without a token\n" in text
@@ -115,6 +119,18 @@ def test_what_only_some_have() -> None:
     assert "rows that failed: empty_prompt 2" in text
     assert "tokenizing rows: 0.50 s" in text
     assert "3 preemptions" in text
+
+
+def test_steps_that_only_decode_are_told_of_a_gpu() -> None:
+    decoding = {"steps": 5, "rows": 1.0, "seconds": 0.002, "bytes": 16e9, "bandwidth_share": 0.8}
+    for device, times in (("cuda", 1), ("cpu", 0)):
+        more = details(decoding=decoding, facts={"device": device}, bandwidth=4e12)
+        text = told(("job", [contestant("batchgen", [run(0, 50.0, details=more)])]))
+        line = (
+            "5 steps that only decode, of 1 row in the mean, 2.00 ms each: 16.00 GB of weights and cache "
+            "read, 80% of a copy's 4,000 GB/s\n"
+        )
+        assert text.count(line) == times
 
 
 def test_one_that_never_gave_a_result() -> None:

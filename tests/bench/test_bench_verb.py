@@ -131,6 +131,7 @@ harness.main(Fixed)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_model_beside_others(model: Path, tmp_path: Path, capsys: Captured) -> None:
     install(tmp_path / "peers", "hf", "models/smollm2-135m", PEER)

@@ -31,7 +31,9 @@ def make_prompts(rng: random.Random) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize(
+    "stored", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow), "float16", "int8"]
+)
 def test_bits_do_not_depend_on_the_schedule(folder: Path, stored: str) -> None:
     rng = random.Random(3)
     prompts = make_prompts(rng)

@@ -13,7 +13,7 @@ from tiny_models import oracle, save_tiny_llama
 
 from batchgen.engine.runner import ModelRunner
 from batchgen.types import ErrorClass, FinishReason, SamplingParams
-from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.metadata import AttentionMetadata, PackedSequences
 
 MAX_TOKENS = 24
 
@@ -134,12 +134,12 @@ def break_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def patch_metadata(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    build = AttentionMetadata.build.__func__  # type: ignore[attr-defined]
+    build = PackedSequences.metadata
 
-    def changed(cls: type, *args: Any, **kwargs: Any) -> AttentionMetadata:
-        return change(build(cls, *args, **kwargs))
+    def changed(self: PackedSequences, tensors: Any) -> AttentionMetadata:
+        return change(build(self, tensors))
 
-    monkeypatch.setattr(AttentionMetadata, "build", classmethod(changed))
+    monkeypatch.setattr(PackedSequences, "metadata", changed)
 
 
 @pytest.mark.parametrize("mutation", [break_rope, break_causality, break_blocks])

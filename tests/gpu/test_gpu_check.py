@@ -37,6 +37,7 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert "| not run | engine: memory | memory after close |" in text
 
 
+@pytest.mark.slow
 def test_a_section_that_dies_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that fails, one that hangs, one that is well; none has time when the time is over."""
     code = (

@@ -10,22 +10,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).parent / "interpreted"
-FILES = [
-    "triton_attend.py",
-    "triton_write.py",
-    "triton_layers.py",
+FILES = ["triton_attend.py", "triton_write.py", "triton_layers.py", "triton_engine.py"]
+LONGER = [
     "triton_sampling.py",
     "triton_matmul.py",
     "triton_program.py",
     "triton_mutations.py",
-    "triton_engine.py",
     "triton_gpu.py",
 ]
 
 
-def test_kernels_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES]
+@pytest.mark.parametrize("file", [*FILES, *(pytest.param(file, marks=pytest.mark.slow) for file in LONGER)])
+def test_kernels_under_the_interpreter(file: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     ended = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_every_file_is_run() -> None:
+    tests = {path.name for path in FOLDER.glob("triton_*.py") if "\ndef test_" in path.read_text()}
+    assert tests == {*FILES, *LONGER}
