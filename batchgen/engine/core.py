@@ -19,11 +19,12 @@ import torch
 
 from batchgen.core.scheduler import Scheduler, SchedulerOutput
 from batchgen.engine.inputs import round_up
-from batchgen.engine.isolation import Isolation, StepFailed, error_of_row, is_of_a_row, out_of_memory
+from batchgen.engine.isolation import Isolation, StepFailed, error_of_row, is_of_a_row
 from batchgen.engine.live_row import Decoding, LiveRow, live_row
 from batchgen.engine.reading import Labels, Reading, read_step, score_rows
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.step_budget import StepBudget
+from batchgen.models.memory_errors import out_of_memory
 from batchgen.sampling.on_device import draw
 from batchgen.sampling.operations import operations_of
 from batchgen.sampling.resolve import beyond_vocabulary

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from batchgen.core.scheduler import Scheduler
+from batchgen.models.memory_errors import out_of_memory
 from batchgen.types import EngineError, ErrorClass, Request, RowError
 
 _SHOWN = 300
@@ -125,11 +126,4 @@ def error_of_row(error: Exception) -> RowError:
     said = " ".join(str(error).split())[:_SHOWN]
     return RowError(
         ErrorClass.INTERNAL, f"the engine failed on this row alone: {type(error).__name__}: {said}"
-    )
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether torch or Python could not get memory; torch's CPU allocator has no exception of its own."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from batchgen.models.attention import ATTENTION_NAME
+from batchgen.models.memory_errors import out_of_memory
 
 _SEQUENCES, _TOKENS = 8, 32
 """First tokens are unlike others in many models, so there are several."""
@@ -36,6 +37,9 @@ def input_sizes(model: PreTrainedModel, body: Any) -> InputSizes:
 
     Returns:
         Nothing of layers that saw no token, or of any where a pass fails: the checks at load say why it does.
+
+    Raises:
+        MemoryError, RuntimeError: no memory. A start that had more would get other weights.
     """
     squares: dict[torch.nn.Module, torch.Tensor] = {}
 
@@ -55,7 +59,9 @@ def input_sizes(model: PreTrainedModel, body: Any) -> InputSizes:
         hidden = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
         if type(head) is torch.nn.Linear and head.in_features == hidden.shape[-1]:
             see(head, (hidden,))
-    except Exception:
+    except Exception as error:
+        if out_of_memory(error):
+            raise
         return {}
     finally:
         model.set_attn_implementation(ATTENTION_NAME)

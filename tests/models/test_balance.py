@@ -51,3 +51,15 @@ def test_a_model_that_fails_is_not_balanced(tmp_path: Path) -> None:
     folder = next(family for family in FAMILIES if family.name == "llama").save(tmp_path)
     model = load_model(folder).model
     assert input_sizes(model, lambda **_: 1 / 0) == {}
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_a_pass_without_memory_is_no_reason_for_other_weights(tmp_path: Path, error: Exception) -> None:
+    folder = next(family for family in FAMILIES if family.name == "llama").save(tmp_path)
+    model = load_model(folder).model
+
+    def body(**_: object) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        input_sizes(model, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from batchgen_kernels.spec import AttentionSpec
 from batchgen_kernels.storage import stored
 
 
-class _FlashAttention:
+class _FlashAttention(ABC):
     """What both versions share; neither `write` nor `attend` waits for the device.
 
     Args:
@@ -80,10 +81,11 @@ class _FlashAttention:
             out[: meta.num_tokens] = self._attend(query[: meta.num_tokens], kv, meta, _options(spec))
         return out
 
+    @abstractmethod
     def _attend(
         self, query: torch.Tensor, kv: KVCache, meta: AttentionMetadata, options: dict[str, Any]
     ) -> torch.Tensor:
-        raise NotImplementedError
+        """Attend all rows of the step that are not padding."""
 
 
 class FlashAttention2(_FlashAttention):
@@ -112,8 +114,8 @@ class FlashAttention2(_FlashAttention):
             kv.value,
             cu_seqlens_q=meta.query_start_loc,
             cu_seqlens_k=starts,
-            max_seqlen_q=_most_rows(meta),
-            max_seqlen_k=meta.block_table.shape[1] * kv.block_size,
+            max_seqlen_q=meta.max_query_len,
+            max_seqlen_k=meta.max_seq_len,
             block_table=meta.block_table,
             **options,
         )
@@ -136,7 +138,7 @@ class FlashAttention3(_FlashAttention):
             cache_seqlens=meta.seq_lens,
             page_table=meta.block_table,
             cu_seqlens_q=meta.query_start_loc,
-            max_seqlen_q=_most_rows(meta),
+            max_seqlen_q=meta.max_query_len,
             **options,
         )
         return out
@@ -151,10 +153,6 @@ def _options(spec: AttentionSpec) -> dict[str, Any]:
         "window_size": window,
         "softcap": spec.softcap or 0.0,
     }
-
-
-def _most_rows(meta: AttentionMetadata) -> int:
-    return meta.num_tokens - len(meta.seq_lens) + 1
 
 
 def _parts(spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> list[Part]:
