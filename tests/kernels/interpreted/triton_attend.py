@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_cases import CPU, EXAMPLES, Case, layer, quiet
+from triton_cases import CPU, EXAMPLES, LONG, Case, layer, quiet
 
 from batchgen_kernels import CAPABILITIES, AttentionMetadata, AttentionSpec, BackendError, select
 from batchgen_kernels.backend import allocate
@@ -28,8 +28,6 @@ from batchgen_kernels.triton_kernels.tiles import (
     shared_bytes,
 )
 
-LONG = EXAMPLES > 10
-"""Larger shapes too: a run of its own, not one for each commit."""
 KV_DTYPES = {
     torch.float32: [torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn],
     torch.float16: [torch.float16, torch.int8, torch.float8_e4m3fn],

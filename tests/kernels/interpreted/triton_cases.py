@@ -25,6 +25,9 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/kernels/test_tri
 
 CPU = torch.device("cpu")
 EXAMPLES = int(os.environ.get("BATCHGEN_KERNELS", "10"))
+"""Random shapes for each dtype of a test."""
+LONG = "BATCHGEN_KERNELS" in os.environ
+"""Larger shapes too: a run of its own, not one for each commit."""
 FILLER = {"large": 6e4, "nan": float("nan")}
 """What memory holds that no row may see."""
 FLOATS = (torch.float32, torch.float16)

@@ -33,7 +33,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES * len(DTYPES))
 @given(
     st.integers(0, 5),
     st.integers(1, 300),
@@ -53,7 +53,7 @@ def test_norms(rows: int, width: int, dtype: torch.dtype, add: bool, unit_offset
     assert torch.equal(got[1], want[1])
 
 
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES * len(DTYPES))
 @given(
     st.integers(0, 4),
     st.sampled_from([1, 24, 1023, 1024, 1025, 2100]),
@@ -72,7 +72,7 @@ def test_gated_activations(
     close(got, reference.gated(gate, up / size, activation))
 
 
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES * len(DTYPES))
 @given(
     st.integers(1, 20),
     st.sampled_from([(16, 16, 16), (80, 80, 20), (80, 32, 80), (24, 12, 24), (128, 128, 64)]),
@@ -133,7 +133,7 @@ def test_the_reference_is_transformers(dtype: torch.dtype) -> None:
     close(reference.rotate(query, cos, sin), want[0].transpose(0, 1))
 
 
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES * len(DTYPES))
 @given(
     st.integers(1, 20),
     st.sampled_from([(16, 16), (80, 20), (24, 12), (128, 128)]),

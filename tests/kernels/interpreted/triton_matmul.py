@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_cases import EXAMPLES, TOLERANCE, mutated
+from triton_cases import EXAMPLES, FLOATS, TOLERANCE, mutated
 
 from batchgen.engine import invariant_products
 from batchgen_kernels.triton_kernels import matmul, matmul_kernel
@@ -19,12 +19,12 @@ def draw(seed: int, *sizes: tuple[int, ...], dtype: torch.dtype = torch.float32)
     return [torch.randn(size, generator=g).to(dtype) for size in sizes]
 
 
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES * len(FLOATS))
 @given(
     st.integers(0, 200),
     st.sampled_from([1, 16, 31, 128, 129, 300]),
     st.sampled_from([1, 5, 64, 65, 200]),
-    st.sampled_from([torch.float32, torch.float16]),
+    st.sampled_from(FLOATS),
     st.booleans(),
     st.none() | st.sampled_from([1.0, 0.22]),
     st.integers(0, 99),
@@ -47,7 +47,7 @@ def test_products(
     assert factor is None or got is out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_bits_of_a_row_do_not_depend_on_how_many_there_are(dtype: torch.dtype) -> None:
     x, weight = draw(0, (131, 200), (70, 200), dtype=dtype)
     whole = matmul.multiply(x, weight)
