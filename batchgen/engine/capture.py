@@ -14,7 +14,10 @@ class Capture(Protocol):
     """Records what is launched on a device."""
 
     def __call__(self, run: Launch) -> Launch:
-        """Call `run`, and return what does the same again, with the same memory."""
+        """Call `run`, and return what does the same again, with the same memory.
+
+        `run` may be forgotten then: what it reads has to be kept by whoever made it.
+        """
         ...
 
 
@@ -32,12 +35,18 @@ class CudaCapture:
 
     def __call__(self, run: Launch) -> Launch:
         # Kernels are compiled, and libraries allocate, in their first call; neither can be captured.
-        self._stream.wait_stream(torch.cuda.current_stream(self._place))
+        usual = torch.cuda.current_stream(self._place)
+        self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):
             run()
-        torch.cuda.current_stream(self._place).wait_stream(self._stream)
+        usual.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+        # torch itself stays on the other stream where a capture fails.
+        with (
+            torch.cuda.stream(usual),
+            torch.cuda.device(self._place),
+            torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+        ):
             run()
         replay: Launch = graph.replay
         return replay

@@ -108,7 +108,9 @@ class StepGraphs:
         self._largest = sizes[0]
         self._inputs = torch.empty(size(self._arrays([], sizes[0])), dtype=torch.uint8, device=transfer.place)
         self._tables = [self._whole(sizes[0], shape.blocks) for _ in range(shape.groups)]
+        # What a captured step reads lies in memory that is kept: it has addresses, and holds nothing.
         self._starts = torch.arange(sizes[0] + 1, dtype=torch.int32, device=transfer.place)
+        self._every = torch.arange(sizes[0], device=transfer.place)
         self._logits = self._allocate_logits(sizes[0])
         self._launches = {rows: capture(self._launch(rows)) for rows in sizes}
 
@@ -160,11 +162,10 @@ class StepGraphs:
             )
             for table, own in zip(self._tables, slots, strict=True)
         )
-        every = torch.arange(rows, device=self._transfer.place)
         return PackedStep(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
-            logits_rows=every,
+            logits_rows=self._every[:rows],
             needed_rows=np.arange(rows),
             samplers=[],
             metadata=tuple(metadata),

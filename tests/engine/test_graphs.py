@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stand_in_gpu import StandInCapture, StandInMemory, stand_in_gpu
 from tiny_models import oracle, save_tiny_llama
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from batchgen.engine.build import Engine
+from batchgen.engine.capture import CudaCapture
 from batchgen.engine.graphs import bucket_sizes, graph_bytes
 from batchgen.scores import Scoring
 from batchgen.types import SamplingParams, UsageError
@@ -146,6 +152,113 @@ def test_only_steps_that_decode_and_are_not_read_are_launched(folder: Path, capt
         assert [t.logprob for t in got.logprobs] == pytest.approx(
             [t.logprob for t in want.logprobs], abs=1e-4
         )
+
+
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches what operations read that they did not make under it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.read: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for storage in self._storages((args, kwargs)):
+            if storage._cdata not in self._made:
+                self.read[storage._cdata] = weakref.ref(storage)
+        result = func(*args, **(kwargs or {}))
+        self._made |= {storage._cdata for storage in self._storages(result)} - self.read.keys()
+        return result
+
+    def _storages(self, values: Any) -> Iterator[torch.UntypedStorage]:
+        return (leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+
+
+def test_what_captured_steps_read_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU does them again at the same addresses, whoever has that memory by then."""
+    watched: list[Reads] = []
+
+    def forgetting(run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        watched.append(Reads())
+        with watched[-1]:
+            run()
+        return lambda: None
+
+    stand_in_gpu(monkeypatch, forgetting)
+    engine = make_engine(folder, cuda_graphs=True, **SETTINGS)
+    gc.collect()
+    graphs = engine.core.runner.graphs
+    assert graphs is not None
+    for reads in watched[-len(graphs._launches) :]:
+        assert len(reads.read) > 10
+        assert all(storage() is not None for storage in reads.read.values())
+
+
+class FakeCuda:
+    """Of `torch.cuda` what a capture needs, which goes wrong as it does in torch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current: Any = self.Stream(None)
+        self.device = torch.device("cuda", 0)
+        for name, fake in {
+            "Stream": self.Stream,
+            "stream": self.stream,
+            "device": self.on,
+            "graph": self.graph,
+            "current_stream": lambda _: self.current,
+            "graph_pool_handle": lambda: (0, 1),
+            "CUDAGraph": lambda: self,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    class Stream:
+        def __init__(self, place: Any) -> None: ...
+
+        def wait_stream(self, other: Any) -> None: ...
+
+    def replay(self) -> None: ...
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        before, self.device = self.device, device
+        yield
+        self.device = before
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: Any, pool: Any, stream: Any, *, capture_error_mode: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        assert self.device == torch.device("cuda", 1)
+        yield
+        self.current = before
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    usual, calls = cuda.current, []
+    capture = CudaCapture(torch.device("cuda", 1))
+
+    def run() -> None:
+        assert cuda.current is not usual
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    assert capture(run) == cuda.replay
+    assert cuda.current is usual
+    with pytest.raises(RuntimeError, match="not permitted"):
+        capture(run)
+    assert cuda.current is usual
 
 
 def test_more_rows_than_were_captured_run_as_ever(folder: Path, capture: StandInCapture) -> None:
