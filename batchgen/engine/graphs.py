@@ -24,7 +24,7 @@ from batchgen.engine.capture import Capture, Launch
 from batchgen.engine.device import DeviceMemory
 from batchgen.engine.inputs import PackedStep, round_up
 from batchgen.engine.transfer import Array, Transfer, size
-from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.metadata import AttentionMetadata, NeededRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class StepGraphs:
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             logits_rows=self._every[:rows],
-            needed_rows=np.arange(rows),
+            needed=NeededRows(np.arange(rows)),
             samplers=[],
             metadata=tuple(metadata),
         )

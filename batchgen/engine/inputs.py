@@ -10,7 +10,13 @@ import torch
 
 from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
 from batchgen.engine.transfer import Array, Transfer
-from batchgen_kernels.metadata import AttentionMetadata, PackedSequences
+from batchgen_kernels.metadata import (
+    AttentionMetadata,
+    NeededRows,
+    PackedSequences,
+    RowsApart,
+    rows_apart,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +28,7 @@ class PackedStep:
         input_ids: `(1, T)` int64, padding rows hold token 0.
         position_ids: `(1, T)` int64, padding rows hold 0.
         logits_rows: `(R,)` int64, rows whose logits are needed; padding repeats the first; empty if none.
-        needed_rows: `(N,)` on the host, ascending: rows whose hidden states are read, be it for logits.
+        needed: rows whose hidden states are read, be it for logits.
         samplers: the requests that sample, in the order of `logits_rows` before padding.
         metadata: what attention needs, per group of layers.
     """
@@ -30,7 +36,7 @@ class PackedStep:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     logits_rows: torch.Tensor
-    needed_rows: npt.NDArray[np.int64]
+    needed: NeededRows
     samplers: list[ScheduledRequest]
     metadata: tuple[AttentionMetadata, ...]
 
@@ -63,16 +69,23 @@ def pack_step(
         ids[rows] = s.request.tokens(s.start, s.start + s.num_tokens)
         positions[rows] = np.arange(s.start, s.start + s.num_tokens)
     sequences = _sequences(scheduled, block_size, padded)
-    arrays: list[Array] = [ids, positions, _logits_rows(scheduled, ends, row_multiple)]
+    needed = np.arange(ends[-1]) if whole else _needed_rows(scheduled, ends)
+    apart = (
+        rows_apart(needed, sequences[0].query_start_loc, sequences[0].seq_lens)
+        if len(needed) < ends[-1]
+        else []
+    )
+    arrays: list[Array] = [ids, positions, _logits_rows(scheduled, ends, row_multiple), *apart]
     for packed in sequences:
         arrays += packed.arrays
     input_ids, position_ids, logits_rows, *others = transfer(arrays)
+    there, others = others[: len(apart)], others[len(apart) :]
     each = len(others) // len(sequences)
     return PackedStep(
         input_ids=input_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
         logits_rows=logits_rows,
-        needed_rows=np.arange(ends[-1]) if whole else _needed_rows(scheduled, ends),
+        needed=NeededRows(needed, RowsApart(*there) if there else None),
         samplers=[s for s in scheduled if s.samples],
         metadata=tuple(
             packed.metadata(others[group * each : (group + 1) * each])

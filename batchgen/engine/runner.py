@@ -36,7 +36,7 @@ class _StepContext:
     def __init__(self, runner: ModelRunner, step: PackedStep) -> None:
         self.runner = runner
         self.metadata = step.metadata
-        self.needed = step.needed_rows
+        self.needed = step.needed
 
     def attend(
         self,

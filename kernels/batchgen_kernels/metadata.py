@@ -155,6 +155,86 @@ class PackedSequences:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RowsApart:
+    """Some rows of a step as a step of their own, which attends and writes nothing.
+
+    Neighbouring rows of a sequence are a sequence that ends with the last of them.
+
+    Args:
+        rows: int64 [N], ascending: where they are in the step.
+        sequences: int64 [R]; which sequence of the step each is a part of.
+        query_start_loc: int32 [R + 1], as in `AttentionMetadata`.
+        seq_lens: int32 [R], the same.
+    """
+
+    rows: torch.Tensor
+    sequences: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+
+    def metadata(self, whole: AttentionMetadata) -> AttentionMetadata:
+        """Of these rows, from that of all."""
+        count = len(self.rows)
+        return AttentionMetadata(
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            block_table=whole.block_table.index_select(0, self.sequences),
+            # Only its length counts.
+            slot_mapping=whole.slot_mapping[:count],
+            num_tokens=count,
+            block_size=whole.block_size,
+            max_query_len=whole.max_query_len,
+            max_seq_len=whole.max_seq_len,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NeededRows:
+    """Rows of a step that are read; of the last layer no others need more than keys and values.
+
+    Args:
+        on_host: int64 [N], ascending.
+        apart: the same on the device of the step; None where nothing but padding is left out.
+    """
+
+    on_host: npt.NDArray[np.int64]
+    apart: RowsApart | None = None
+
+
+def runs_of(
+    rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int32], lens: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int64]:
+    """Rows of a sequence that are neighbours, put together.
+
+    Args:
+        rows: [N], ascending.
+        starts: [S + 1], the first row of each sequence, and the end.
+        lens: [S], keys of each.
+
+    Returns:
+        [R, 5] of (sequence, first row, number of rows, position of the first, its place among `rows`).
+    """
+    seq = np.searchsorted(starts, rows, side="right") - 1
+    begins = np.ones(len(rows), dtype=bool)
+    begins[1:] = (np.diff(rows) > 1) | (np.diff(seq) > 0)
+    places = np.flatnonzero(begins)
+    first, seq = rows[places], seq[places]
+    counts = np.diff(places, append=len(rows))
+    return np.stack([seq, first, counts, lens[seq] - starts[seq + 1] + first, places], axis=1).astype(
+        np.int64
+    )
+
+
+def rows_apart(
+    rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int32], lens: npt.NDArray[np.int32]
+) -> list[npt.NDArray[np.int32] | npt.NDArray[np.int64]]:
+    """What `RowsApart` is made of, on the host; arguments as of `runs_of`."""
+    seq, _, counts, positions, places = runs_of(rows, starts, lens).T
+    ends = np.append(places, len(rows)).astype(np.int32)
+    return [rows, seq.copy(), ends, (positions + counts).astype(np.int32)]
+
+
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ValueError(f"attention metadata: {message}")

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchgen_kernels.backend import KVCache
-from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.metadata import AttentionMetadata, NeededRows
 from batchgen_kernels.spec import AttentionSpec
 
 
@@ -46,7 +44,7 @@ class LayersProgram(Protocol):
         hidden: torch.Tensor,
         tables: Sequence[tuple[torch.Tensor, torch.Tensor]],
         metadata: Sequence[AttentionMetadata],
-        needed: npt.NDArray[np.int64] | None = None,
+        needed: NeededRows | None = None,
     ) -> torch.Tensor:
         """Write keys and values of the step's tokens and compute all layers.
 
@@ -55,7 +53,7 @@ class LayersProgram(Protocol):
             tables: cosines and sines of the step's positions, `(T, rotary size)`, by which the first
                 numbers of a head turn.
             metadata: of each group of layers.
-            needed: `(N,)` on the host, ascending: the rows that are read; all of them unless given.
+            needed: the rows that are read; all of them unless given.
 
         Returns:
             `(T, H)`, after the last norm; rows that are not needed may be NaN.

@@ -7,6 +7,7 @@ arguments.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,15 +31,19 @@ from batchgen.engine.kv_memory import plan_kv_layout
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.transfer import Transfer, size
 from batchgen.models.attention import ATTENTION_NAME, register_attention
+from batchgen.models.device_decoder import read_device_decoder
+from batchgen.models.fused import FusedDecoder, Fusion
 from batchgen.models.layer_attention import LayerAttention
 from batchgen.models.loader import LoadedModel
+from batchgen.models.parts import body_of
 from batchgen.models.probe import probe_model
 from batchgen.sampling.history import TokenHistory
 from batchgen.sampling.on_device import draw
 from batchgen.sampling.operations import AllowedTokens, BadWords, LogitBias, MinTokens, Penalties
 from batchgen.sampling.sampler import SamplingRow
-from batchgen.types import Request, SamplingParams
+from batchgen.types import Request, SamplingParams, Task
 from batchgen_kernels.triton_kernels import backend as triton_backend
+from batchgen_kernels.triton_kernels import layers as triton_layers
 from batchgen_kernels.triton_kernels.tiles import Chip
 
 META = torch.device("meta")
@@ -50,16 +55,23 @@ ASKING = {"phimoe"}
 
 
 class Kernel:
-    """Launched with tensors of one device and numbers, like a kernel of Triton."""
+    """Launched with tensors of one device and numbers, like a kernel of Triton.
+
+    Attributes:
+        launches: how often.
+        rows: of the first tensor of each.
+    """
 
     def __init__(self) -> None:
         self.launches = 0
+        self.rows: list[int] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         assert all(isinstance(size, int) and size > 0 for size in grid), grid
 
         def launch(*arguments: Any, **constants: Any) -> None:
             self.launches += 1
+            self.rows.append(len(arguments[0]))
             assert all(a.device == META for a in arguments if isinstance(a, torch.Tensor))
             assert not any(isinstance(c, torch.Tensor) for c in constants.values())
 
@@ -105,15 +117,37 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
     stubs = {name: Kernel() for name in ("attend_kernel", "merge_kernel", "write_kernel")}
     for name, stub in stubs.items():
         monkeypatch.setattr(triton_backend, name, stub)
+    for name in ("rms_norm_kernel", "gated_kernel", "rotate_and_write_kernel"):
+        stubs[name] = Kernel()
+        monkeypatch.setattr(triton_layers, name, stubs[name])
     monkeypatch.setattr(triton_backend, "_chip", lambda _: Chip(90, 227 * 1024, 132))
     return stubs
 
 
-def runner_of(family: Family) -> ModelRunner:
-    """The family's model without numbers; only the probe needs some."""
+def on_device(part: Any) -> Any:
+    """Weights without numbers."""
+    if isinstance(part, torch.Tensor):
+        return part.to(META, torch.bfloat16)
+    if isinstance(part, list):
+        return [on_device(one) for one in part]
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        fields = {field.name: on_device(getattr(part, field.name)) for field in dataclasses.fields(part)}
+        return dataclasses.replace(part, **fields)
+    return part
+
+
+def runner_of(family: Family, *, fused: bool = False) -> ModelRunner:
+    """The family's model without numbers, its layers as one program or not; only what is read needs some."""
     register_attention()
     model = family.build(ATTENTION_NAME)
     found = probe_model(model)
+    decoder = None
+    if fused:
+        body = body_of(model, Task.GENERATE)
+        read = read_device_decoder(body)
+        assert isinstance(read, FusedDecoder), read
+        decoder = on_device(read.weights)
+        Fusion(model, body, FusedDecoder(decoder, read.preparation))
     model.to(META, torch.bfloat16)
     layers = [
         LayerAttention(layer.spec, None if layer.sinks is None else layer.sinks.to(META), layer.source)
@@ -132,6 +166,8 @@ def runner_of(family: Family) -> ModelRunner:
         block_size=BLOCK,
         row_multiple=1,
         device=DEVICE,
+        decoder=decoder,
+        max_rows=64,
     )
 
 
@@ -167,6 +203,28 @@ def test_a_step_waits_for_nothing_and_mixes_nothing(family: Family, kernels: dic
     owners = sum(layer.source is None for layer in runner.layers)
     assert kernels["write_kernel"].launches == owners
     assert kernels["attend_kernel"].launches == len(runner.layers)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "qwen3"])
+def test_a_program_waits_for_nothing_and_ends_with_rows_that_are_read(
+    name: str, kernels: dict[str, Kernel]
+) -> None:
+    runner = runner_of(next(f for f in FAMILIES if f.name == name), fused=True)
+    planned = step(
+        runner, (request(0, 40), 39, 40, True), (request(1, 100), 20, 37, False), (request(2, 9), 0, 9, True)
+    )
+    with OneDevice() as watch:
+        logits = runner.execute(planned)
+    assert (logits.device, logits.shape) == (META, (2, VOCABULARY))
+    assert runner.hidden.shape[0] == 27
+    assert watch.copies == 2, "block copies, and everything else in one"
+    before = [27] * (len(runner.layers) - 1)
+    assert kernels["rotate_and_write_kernel"].rows == [*before, 27]
+    for kernel in ("attend_kernel", "gated_kernel"):
+        assert kernels[kernel].rows == [*before, 2]
+    assert kernels["rms_norm_kernel"].rows[-1] == 2
+    runner.execute(planned, whole=True)
+    assert kernels["attend_kernel"].rows[-1] == kernels["rms_norm_kernel"].rows[-1] == 27
 
 
 def test_tokens_are_drawn_without_waiting(kernels: dict[str, Kernel]) -> None:

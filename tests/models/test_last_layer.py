@@ -124,9 +124,9 @@ def test_rows_needed_are_those_that_are_read() -> None:
     runner_like = type("Layout", (), {"block_size": 16, "layout": type("Groups", (), {"groups": [0]})})
     _, step = step_of(runner_like, MIXED)  # type: ignore[arg-type]
     packed = pack_step(step, 16, 1, Transfer(HOST))
-    assert packed.needed_rows.tolist() == wanted(step) == [48, 49, *range(65, 80)]
+    assert packed.needed.on_host.tolist() == wanted(step) == [48, 49, *range(65, 80)]
     packed = pack_step(step, 16, 8, Transfer(HOST), whole=True)
-    assert packed.needed_rows.tolist() == list(range(80))
+    assert packed.needed.on_host.tolist() == list(range(80))
 
 
 def shifted(runs: np.ndarray) -> np.ndarray:
@@ -144,8 +144,8 @@ def swapped(runs: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("change", [shifted, of_the_row_before, swapped])
 def test_a_wrong_row_is_noticed(runner: ModelRunner, change, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = plan._runs_of
-    monkeypatch.setattr(plan, "_runs_of", lambda *args: change(right(*args)))
+    right = plan.runs_of
+    monkeypatch.setattr(plan, "runs_of", lambda *args: change(right(*args)))
     whole, _, hidden, _ = both(runner, MIXED)
     rows = [48, 49, *range(65, 80)]
     assert not torch.equal(hidden[rows], whole[rows])

@@ -33,7 +33,7 @@ from batchgen_kernels.cpu.matmul import ALIGNMENT, Matmul
 from batchgen_kernels.cpu.program import ARGUMENT, CHUNKS, CODE, FIELDS, Code, Program
 from batchgen_kernels.cpu.records import Quantise, record_bytes
 from batchgen_kernels.cpu.rows import Gather, Norm, Rotate
-from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.metadata import AttentionMetadata, NeededRows
 from batchgen_kernels.program import DecoderLayer
 from batchgen_kernels.spec import AttentionSpec
 
@@ -235,7 +235,7 @@ class DecoderProgram:
         hidden: torch.Tensor,
         tables: Sequence[tuple[torch.Tensor, torch.Tensor]],
         metadata: Sequence[AttentionMetadata],
-        needed: npt.NDArray[np.int64] | None = None,
+        needed: NeededRows | None = None,
     ) -> torch.Tensor:
         """Write keys and values of the step's tokens and compute all layers.
 
@@ -244,7 +244,7 @@ class DecoderProgram:
             tables: cosines and sines of the step's positions, `(T, rotary size)` float32, by which the first
                 numbers of a head turn.
             metadata: of each group of layers.
-            needed: `(N,)`, ascending: the rows that are read; all of them unless given.
+            needed: the rows that are read; all of them unless given.
 
         Returns:
             `(T, H)` float32, after the last norm; NaN in rows that are not needed.
@@ -252,7 +252,7 @@ class DecoderProgram:
         rows, threads = len(hidden), torch.get_num_threads()
         tokens = metadata[0].num_tokens
         # Padding comes last, and attention makes nothing of it.
-        some = None if needed is None or len(needed) >= tokens else needed
+        some = None if needed is None or len(needed.on_host) >= tokens else needed.on_host
         read = np.arange(rows if needed is None else tokens) if some is None else some
         if rows > self._buffers.rows:
             self._buffers = self._allocate(rows)

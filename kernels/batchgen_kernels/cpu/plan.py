@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.metadata import AttentionMetadata, runs_of
 from batchgen_kernels.spec import AttentionSpec
 
 TEAMS_PER_THREAD = 8
@@ -60,7 +60,7 @@ def make_plan(
     """
     starts, lens, table = _array(meta.query_start_loc), _array(meta.seq_lens), _array(meta.block_table)
     per_unit = max(1, unit_rows // spec.group_size)
-    units = _units(_runs(starts, lens) if needed is None else _runs_of(needed, starts, lens), per_unit)
+    units = _units(_runs(starts, lens) if needed is None else runs_of(needed, starts, lens), per_unit)
     wanted = max(1, -(-threads * TEAMS_PER_THREAD // spec.num_kv_heads))
     most_chunks = max(1, -(-threads * CHUNKS_PER_THREAD // spec.num_kv_heads))
     if spec.sliding_window is None and len(units) > wanted:
@@ -92,17 +92,6 @@ def _runs(starts: Int32, lens: Int32) -> Int64:
     return np.stack([np.arange(len(rows)), starts[:-1], rows, lens - rows, starts[:-1]], axis=1).astype(
         np.int64
     )
-
-
-def _runs_of(needed: Int64, starts: Int32, lens: Int32) -> Int64:
-    """Needed rows of a sequence that are neighbours, as one unit."""
-    seq = np.searchsorted(starts, needed, side="right") - 1
-    begins = np.ones(len(needed), dtype=bool)
-    begins[1:] = (np.diff(needed) > 1) | (np.diff(seq) > 0)
-    out = np.flatnonzero(begins)
-    first, seq = needed[out], seq[out]
-    rows = np.diff(out, append=len(needed))
-    return np.stack([seq, first, rows, lens[seq] - starts[seq + 1] + first, out], axis=1).astype(np.int64)
 
 
 def _units(runs: Int64, per_unit: int) -> Int64:

@@ -8,6 +8,11 @@ or a kernel of our own where a row's bits must not depend on its batch; what lie
 norms, rotation with the norms of heads and the write to the cache, attention, the gated activation. Sums
 with the hidden states are part of the product where no norm comes behind it.
 
+Of the last layer, what follows its keys and values is computed for the rows alone that somebody reads: the
+rotated queries of these are gathered, and attend as a step of their own. Queries of all rows are still
+multiplied, as they are part of one product with keys and values: for a model of 8 billion weights 8 % of the
+layer, of which output and gated unit are 88 %, and attention of all rows may be a tenth and more beside it.
+
 Nothing waits for the device, and activations lie in buffers that are kept, so that a step can be captured.
 """
 
@@ -16,11 +21,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.metadata import AttentionMetadata, NeededRows, RowsApart
 from batchgen_kernels.program import DecoderLayer
 from batchgen_kernels.triton_kernels import layers as kernels
 from batchgen_kernels.triton_kernels.backend import TritonBackend
@@ -132,9 +135,15 @@ class _Buffers:
     def first(self, rows: int) -> _Buffers:
         return _Buffers(self.hidden[:rows], self.normed[:rows], self.shared)
 
-    def carve(self, *widths: int) -> list[torch.Tensor]:
-        """A contiguous `(rows, width)` for each width, one behind the other."""
-        rows = len(self.hidden)
+    def select(self, rows: torch.Tensor) -> _Buffers:
+        """Some rows of the hidden states, put where `normed` was."""
+        some = _Buffers(self.normed[: len(rows)], self.hidden[: len(rows)], self.shared)
+        torch.index_select(self.hidden, 0, rows, out=some.hidden)
+        return some
+
+    def carve(self, *widths: int, rows: int | None = None) -> list[torch.Tensor]:
+        """A contiguous `(rows, width)` for each width, one behind the other; of all rows unless given."""
+        rows = len(self.hidden) if rows is None else rows
         parts = torch.split(self.shared[: rows * sum(widths)], [rows * width for width in widths])
         return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]
 
@@ -174,20 +183,24 @@ class TritonProgram:
         hidden: torch.Tensor,
         tables: Sequence[tuple[torch.Tensor, torch.Tensor]],
         metadata: Sequence[AttentionMetadata],
-        needed: npt.NDArray[np.int64] | None = None,
+        needed: NeededRows | None = None,
     ) -> torch.Tensor:
-        """See `LayersProgram`; all rows, in the dtype of the weights."""
+        """See `LayersProgram`; in the dtype of the weights, NaN in rows that are not needed."""
         rows = len(hidden)
         buffers = self._kept.first(rows) if rows <= self._max_rows else self._allocate(rows)
         buffers.hidden.copy_(hidden)
         still = _still(tables[0]) if any(w.rope is None for w, _ in self._layers) else None
+        apart, last = None if needed is None else needed.apart, self._layers[-1][0]
         for weights, layer in self._layers:
             table = still if weights.rope is None else tables[weights.rope]
             assert table is not None
-            self._attend(buffers, weights, layer, table, metadata[layer.group])
+            some = apart if weights is last else None
+            buffers = self._attend(buffers, weights, layer, table, metadata[layer.group], some)
             self._transform(buffers, weights)
-        last = self._weights.norm
-        return kernels.rms_norm(buffers.hidden, last.weight, last.epsilon, unit_offset=last.unit_offset)[0]
+        if apart is None:
+            return _normed(buffers.hidden, self._weights.norm, torch.empty_like(buffers.hidden))
+        out = buffers.hidden.new_full(hidden.shape, torch.nan)
+        return out.index_copy_(0, apart.rows, _normed(buffers.hidden, self._weights.norm, buffers.normed))
 
     def watch(self) -> None:
         """None: the host does not know how long the device takes for what."""
@@ -199,8 +212,13 @@ class TritonProgram:
         layer: DecoderLayer,
         table: tuple[torch.Tensor, torch.Tensor],
         metadata: AttentionMetadata,
-    ) -> None:
-        """The first half of a layer."""
+        some: RowsApart | None,
+    ) -> _Buffers:
+        """The first half of a layer; all behind its keys and values for some rows alone, or for all.
+
+        Returns:
+            Where the hidden states of these rows are.
+        """
         spec = layer.spec
         widths = self._attention_widths
         qkv, turned, *normed = buffers.carve(sum(widths), widths[0], *self._whole_norm_widths(weights))
@@ -221,8 +239,14 @@ class TritonProgram:
             norms=None if normed else _head_norms(weights),
             out=turned.view(-1, spec.num_heads, spec.head_size),
         )
+        if some is not None:
+            # Queries go to where they came from, and hidden states to where they were normed.
+            (chosen,) = buffers.carve(widths[0], rows=len(some.rows))
+            query = torch.index_select(turned, 0, some.rows, out=chosen).view(-1, *query.shape[1:])
+            buffers, metadata = buffers.select(some.rows), some.metadata(metadata)
         attended = self._backend.attend(query, layer.cache, metadata, spec, layer.sinks)
         self._add(buffers, attended.flatten(1), weights.output, weights.output_norm, weights.multiplier)
+        return buffers
 
     def _transform(self, buffers: _Buffers, weights: DeviceLayer) -> None:
         """The second half: the gated unit."""

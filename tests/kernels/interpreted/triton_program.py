@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, Family
@@ -17,6 +19,7 @@ from batchgen.models.layer_attention import LayerAttention
 from batchgen.models.probe import probe_model
 from batchgen_kernels import AttentionMetadata
 from batchgen_kernels.backend import allocate
+from batchgen_kernels.metadata import NeededRows, RowsApart, rows_apart
 from batchgen_kernels.program import DecoderLayer
 from batchgen_kernels.triton_kernels import TritonBackend
 from batchgen_kernels.triton_kernels.program import DeviceWeights, TritonProgram
@@ -61,9 +64,13 @@ class Fused:
 
     @torch.inference_mode()
     def run(
-        self, steps: list[tuple[int, int]] = STEPS, weights: DeviceWeights | None = None
+        self,
+        steps: list[tuple[int, int]] = STEPS,
+        weights: DeviceWeights | None = None,
+        read: Sequence[int] | None = None,
     ) -> list[torch.Tensor]:
-        """Hidden states of the sequences, computed in so many rows at a time."""
+        """Hidden states of the sequences, computed in so many rows at a time; of all of them, or of the rows
+        of the last step that are read."""
         program, done, states = self.program(weights), [0, 0], [[], []]  # type: ignore[var-annotated]
         for counts in steps:
             spans = [range(n, n + c) for n, c in zip(done, counts, strict=True)]
@@ -73,12 +80,19 @@ class Fused:
             meta = AttentionMetadata.build(counts, done, TABLES, BLOCK, num_rows=sum(counts) + 1)
             embedded = self.body.embed_tokens(ids) * self.preparation.multiplier
             tables = self.preparation.tables(self.body.rotary_emb, embedded, positions)
+            needed = read_rows(read, meta) if read is not None and counts == steps[-1] else None
             with quiet():
-                hidden = program.run(embedded[0], tables, [meta])
+                hidden = program.run(embedded[0], tables, [meta], needed)
             assert hidden.dtype == self.body.dtype
             for s, rows in enumerate(hidden[: sum(counts)].split(counts)):
                 states[s].append(rows)
         return [torch.cat(rows) for rows in states]
+
+
+def read_rows(rows: Sequence[int], meta: AttentionMetadata) -> NeededRows:
+    needed = np.array(rows, dtype=np.int64)
+    apart = rows_apart(needed, meta.query_start_loc.numpy(), meta.seq_lens.numpy())
+    return NeededRows(needed, RowsApart(*map(torch.from_numpy, apart)))
 
 
 def build(name: str, dtype: torch.dtype) -> Any:
@@ -102,6 +116,42 @@ def test_in_float32_it_is_transformers(name: str) -> None:
     fused = Fused(build(name, torch.float32), max_rows=28)
     got, want = fused.run(), theirs(fused.body)
     assert error(got, want) < 1e-5
+
+
+PIECES = [(15, 2), (8, 4)]
+READ = {"the last of each": [7, 11], "some": [1, 2, 5, 8, 9, 11], "of one": [10], "none": []}
+
+
+def last_rows(fused: Fused, read: Sequence[int] | None = None) -> torch.Tensor:
+    """Hidden states of the rows of the last of two steps."""
+    states = fused.run(PIECES, read=read)
+    return torch.cat([rows[-count:] for rows, count in zip(states, PIECES[-1], strict=True)])
+
+
+@pytest.mark.parametrize(("name", "split"), [("llama", None), ("gemma3", 64), ("olmo2", None), ("qwen3", 64)])
+def test_of_the_last_layer_only_rows_that_are_read_are_computed(name: str, split: int | None) -> None:
+    """Norms before products, around and behind them, of heads; windows; the same bits where that is asked."""
+    fused = Fused(build(name, torch.float32), max_rows=28, fixed_split=split)
+    whole, limit = last_rows(fused), 0 if split else 1e-5
+    for rows in READ.values():
+        got = last_rows(fused, rows)
+        torch.testing.assert_close(got[rows], whole[rows], rtol=limit, atol=limit)
+        assert got[np.setdiff1d(np.arange(12), rows)].isnan().all()
+
+
+WRONG_ROWS = {
+    "the sequence before": lambda rows, seq, starts, lens: (rows, seq * 0, starts, lens),
+    "a key more": lambda rows, seq, starts, lens: (rows, seq, starts, lens + 1),
+    "the row before": lambda rows, seq, starts, lens: (rows - 1, seq, starts, lens),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ROWS)
+def test_a_wrong_row_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, rows, right = Fused(build("llama", torch.float32)), READ["some"], rows_apart
+    whole = last_rows(fused)
+    monkeypatch.setitem(globals(), "rows_apart", lambda *args: WRONG_ROWS[name](*right(*args)))
+    assert not torch.allclose(last_rows(fused, rows)[rows], whole[rows], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", HALVES)
