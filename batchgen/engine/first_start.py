@@ -97,7 +97,7 @@ def first_start(
         findings = Findings(materials.step, row_multiple, invariant)
         failure = None if weights is None else remember_start(place, weights, findings)
         notes += [] if failure is None else [failure]
-    notes += materials.capture(runner, memory, row_multiple)
+    notes += materials.capture(runner, memory, row_multiple, invariant=invariant)
     return ready
 
 

@@ -34,7 +34,7 @@ class GraphShape:
     Args:
         sizes: numbers of rows, the largest first.
         groups: of layers, with block tables of their own.
-        blocks: that the longest sequence has in each.
+        blocks: that the longest sequence has in each for which a captured step is taken.
         block_size: positions in a block.
     """
 
@@ -115,12 +115,15 @@ class StepGraphs:
         self._launches = {rows: capture(self._launch(rows)) for rows in sizes}
 
     def takes(self, output: SchedulerOutput) -> bool:
-        """Whether a step only decodes, and is small enough: a row for each request, which is sampled from.
+        """Whether a step only decodes, and is small enough: a row for each request, which is sampled from, of
+        a sequence that is not too long.
 
         Where hidden states are read beside that, they must be where an ordinary step leaves them.
         """
+        longest = self._shape.blocks * self._shape.block_size
         return 0 < len(output.scheduled) == output.total_tokens <= self._largest and all(
-            s.samples and not s.request.reads(s.start, s.start + 1) for s in output.scheduled
+            s.samples and s.start < longest and not s.request.reads(s.start, s.start + 1)
+            for s in output.scheduled
         )
 
     @torch.inference_mode()

@@ -138,36 +138,80 @@ def find_row_multiple(
     return None
 
 
-def find_step_multiple(runner: ModelRunner, vocab_size: int, num_blocks: int, max_tokens: int) -> int | None:
+def find_step_multiple(
+    runner: ModelRunner, vocab_size: int, num_blocks: int, max_tokens: int, max_seqs: int
+) -> int | None:
     """As `find_row_multiple`, of a model as it runs on a GPU: whole steps of all sizes, which take it
     milliseconds.
 
     The runner pads to the result from now on. Uses its cache, so it must run before the first request.
     """
+    if not _Watched.fits(runner, num_blocks, max_tokens):
+        return None
     for multiple in (1, *STEP_MULTIPLES):
         runner.row_multiple = multiple
-        if _steps_are_independent(runner, vocab_size, num_blocks, max_tokens):
+        watched = _Watched(runner, vocab_size, max_tokens)
+        sizes = _step_sizes(multiple, max_tokens)
+        if all(watched.same_among(size - 1, LONGEST_FILLER) for size in sizes) and all(
+            # Of the last layer, and of the logits, there are as many rows as requests then.
+            watched.same_among(size - 1, 1)
+            for size in sizes
+            if size <= max_seqs
+        ):
             return multiple
     runner.row_multiple = 1
     return None
 
 
-def _steps_are_independent(runner: ModelRunner, vocab_size: int, num_blocks: int, max_tokens: int) -> bool:
-    """Whether a token has the same bits behind its prompt as alone among others, whatever their number."""
-    length = min(CHECKED_TOKENS, max_tokens)
-    groups, each = len(runner.layout.groups), -(-length // runner.block_size)
-    if num_blocks < groups * each + 2:
-        return False
-    tokens = [(7 + 13 * t) % vocab_size for t in range(length)]
-    request = Request(0, tokens, SamplingParams(max_tokens=1))
-    blocks = [list(range(1 + group * each, 1 + (group + 1) * each)) for group in range(groups)]
-    truth = _last_row(runner, [_scheduled(request, 0, length, blocks)])
-    for size in _step_sizes(runner.row_multiple, max_tokens):
-        own = _scheduled(request, length - 1, length, blocks)
-        others = _fillers(size - 1, groups * each + 1, groups, vocab_size, runner.block_size)
-        if not torch.equal(_last_row(runner, [own, *others]), truth):
-            return False
-    return True
+def captured_steps_are_independent(
+    runner: ModelRunner, vocab_size: int, max_tokens: int, max_seqs: int, sizes: Sequence[int]
+) -> bool:
+    """Whether a token has the bits of a step of its prompt in each captured step as well, full and with the
+    fewest rows that it is taken for.
+
+    Args:
+        runner: for which `find_step_multiple` has found a number, and which has captured steps since.
+        vocab_size: of the model.
+        max_tokens: most rows of a step.
+        max_seqs: most requests in it.
+        sizes: of what was captured, the largest first.
+    """
+    watched = _Watched(runner, vocab_size, max_tokens)
+    fewest = (smaller + 1 for smaller in (*sizes[1:], 0))
+    return all(watched.same_among(min(rows, max_seqs) - 1, 1) for rows in {*sizes, *fewest})
+
+
+class _Watched:
+    """The last token of a prompt, of which is known what a step of that prompt alone gives for it.
+
+    Args:
+        runner: its cache is written.
+        vocab_size: of the model.
+        max_tokens: most rows of a step.
+    """
+
+    def __init__(self, runner: ModelRunner, vocab_size: int, max_tokens: int) -> None:
+        length, groups = min(CHECKED_TOKENS, max_tokens), len(runner.layout.groups)
+        each = -(-length // runner.block_size)
+        request = Request(0, [(7 + 13 * t) % vocab_size for t in range(length)], SamplingParams(max_tokens=1))
+        blocks = [list(range(1 + group * each, 1 + (group + 1) * each)) for group in range(groups)]
+        self._runner = runner
+        self._groups, self._free_block = groups, groups * each + 1
+        self._vocab_size = vocab_size
+        self._truth = _last_row(runner, [_scheduled(request, 0, length, blocks)]).clone()
+        self._own = _scheduled(request, length - 1, length, blocks)
+
+    @staticmethod
+    def fits(runner: ModelRunner, num_blocks: int, max_tokens: int) -> bool:
+        """Whether a cache of so many blocks has room for it, and for others."""
+        each = -(-min(CHECKED_TOKENS, max_tokens) // runner.block_size)
+        return num_blocks >= len(runner.layout.groups) * each + 2
+
+    def same_among(self, others: int, longest: int) -> bool:
+        """Whether it has the same bits in a step with so many other tokens, in sequences up to `longest`."""
+        block_size = self._runner.block_size
+        fillers = _fillers(others, longest, self._free_block, self._groups, self._vocab_size, block_size)
+        return torch.equal(_last_row(self._runner, [self._own, *fillers]), self._truth)
 
 
 def _step_sizes(multiple: int, most: int) -> list[int]:
@@ -177,12 +221,12 @@ def _step_sizes(multiple: int, most: int) -> list[int]:
 
 
 def _fillers(
-    tokens: int, block: int, groups: int, vocab_size: int, block_size: int
+    tokens: int, longest: int, block: int, groups: int, vocab_size: int, block_size: int
 ) -> list[ScheduledRequest]:
-    """Sequences with so many tokens, of one token and of many; what they leave in `block` means nothing."""
+    """Sequences with so many tokens, of one and of up to `longest`; what they leave in `block` is nothing."""
     fillers: list[ScheduledRequest] = []
     while tokens:
-        length = min(tokens, 1 if len(fillers) % 2 else LONGEST_FILLER)
+        length = min(tokens, 1 if len(fillers) % 2 else longest)
         request = Request(1 + len(fillers), [5 % vocab_size] * length, SamplingParams(max_tokens=1))
         own = [[block] * -(-length // block_size)] * groups
         fillers.append(_scheduled(request, 0, length, own))

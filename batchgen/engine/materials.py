@@ -11,7 +11,7 @@ import torch
 
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.device import Device
-from batchgen.engine.invariance import find_row_multiple, find_step_multiple
+from batchgen.engine.invariance import captured_steps_are_independent, find_row_multiple, find_step_multiple
 from batchgen.engine.invariant_products import make_products_rowwise
 from batchgen.engine.memory import MemoryPlan
 from batchgen.engine.output_check import EXACT, ROUNDED, check_difference, output_difference
@@ -127,8 +127,16 @@ class Materials(Sizing):
             self.substitutes.settle()
         return checked
 
-    def capture(self, runner: ModelRunner, memory: MemoryPlan, row_multiple: int | None) -> list[str]:
+    def capture(
+        self, runner: ModelRunner, memory: MemoryPlan, row_multiple: int | None, *, invariant: bool
+    ) -> list[str]:
         """Let a checked runner capture steps that only decode, if that is wanted.
+
+        Args:
+            runner: its cache is written.
+            memory: of the cache.
+            row_multiple: rows that steps are padded to.
+            invariant: whether a row's bits do not depend on its batch; captured steps must keep that.
 
         Returns:
             What there is to say of it, for the user.
@@ -146,7 +154,7 @@ class Materials(Sizing):
             return []
         sizes = self.graph_sizes(row_multiple or 1)
         try:
-            runner.capture(sizes, memory.max_model_len)
+            runner.capture(sizes, self.graph_tokens(memory.max_model_len))
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             if asked is True:
@@ -154,6 +162,16 @@ class Materials(Sizing):
                     f"engine.cuda_graphs: a step of this model could not be captured ({reason}); use auto"
                 ) from error
             return [f"CUDA graphs: none, as a step could not be captured ({reason})"]
+        if invariant and not captured_steps_are_independent(
+            runner, self.loaded.vocab_size, self.max_tokens, self.max_seqs, sizes
+        ):
+            runner.capture([], 0)
+            if asked is True:
+                raise UsageError(
+                    "engine.cuda_graphs: engine.deterministic asks for the same bits in every batch, and a "
+                    "row has others in a captured step of this model; use cuda_graphs: auto"
+                )
+            return ["CUDA graphs: none, as a row would have other bits in a captured step"]
         return [f"CUDA graphs: {counted(len(sizes), 'step')} of up to {counted(sizes[0], 'row')} captured"]
 
     def _allowed_differences(self) -> tuple[float, float]:
@@ -171,8 +189,9 @@ class Materials(Sizing):
         multiple = self._row_multiple() if invariant and not on_gpu else None
         runner = self.runner(memory.shape.layout, memory.num_blocks, multiple or 1)
         if invariant and on_gpu:
-            vocab_size = self.loaded.vocab_size
-            multiple = find_step_multiple(runner, vocab_size, memory.num_blocks, self.max_tokens)
+            multiple = find_step_multiple(
+                runner, self.loaded.vocab_size, memory.num_blocks, self.max_tokens, self.max_seqs
+            )
         difference = output_difference(
             runner, self.loaded, memory.kv_config, memory.max_model_len, self.substitutes
         )

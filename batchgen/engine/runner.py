@@ -143,19 +143,19 @@ class ModelRunner:
         with forward_context(_StepContext(self, step)):
             return self.parts.forward(step.input_ids, step.position_ids, step.logits_rows)
 
-    def capture(self, sizes: Sequence[int], max_model_len: int) -> None:
+    def capture(self, sizes: Sequence[int], longest: int) -> None:
         """Let steps that only decode be launched as a whole from now on.
 
         Args:
             sizes: of steps, the largest first; none: no more.
-            max_model_len: tokens of the longest sequence.
+            longest: tokens of the longest sequence in such a step.
 
         Raises:
             Exception: of any kind, where a step does what cannot be captured; none is then.
         """
         self.graphs = None
         if sizes and self.device.capture is not None:
-            blocks = -(-max_model_len // self.block_size)
+            blocks = -(-longest // self.block_size)
             shape = GraphShape(sizes, len(self.layout.groups), blocks, self.block_size)
             self.graphs = StepGraphs(self._compute, shape, self.transfer, self.device.capture())
 

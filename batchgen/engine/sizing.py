@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 GPU_SHARE = 0.92
 """Of a GPU's free memory that an engine takes: the rest is for code that is loaded while it runs, for what
 the allocator loses between tensors of different steps, and for who shares the GPU."""
+INVARIANT_GRAPH_TOKENS = 4096
+"""A captured step launches attention for every piece of 512 keys that its longest sequence may have. To find
+that it has not so many takes some 5 us, of which a chip hides a thousand at a time: 8 pieces of 8 heads of 64
+rows are 20 us a layer, half of what the host takes to launch its kernels one by one; those of a context of
+131,072 keys would be 600 us. Attention to longer sequences takes longer than to launch it."""
 KV_DTYPE_NAMES = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _WITHOUT_LOGITS = frozenset({Task.EMBED, Task.CLASSIFY})
 """Tasks for which a model is loaded without what makes logits of tokens."""
@@ -164,8 +169,12 @@ class Sizing(ABC):
         """Of steps that are captured."""
         return bucket_sizes(min(self.max_seqs, self.max_tokens), row_multiple)
 
+    def graph_tokens(self, longest: int) -> int:
+        """Of the longest sequence in a captured step, where sequences have at most `longest`."""
+        return min(longest, INVARIANT_GRAPH_TOKENS) if self._config.deterministic is True else longest
+
     def _graph_bytes(self, scratch: ModelRunner, memory: DeviceMemory) -> int:
-        longest = self._config.max_model_len or self._model.context
+        longest = self.graph_tokens(self._config.max_model_len or self._model.context)
         try:
             return graph_bytes(memory, lambda sizes: scratch.capture(sizes, longest), self.graph_sizes(1))
         except Exception:

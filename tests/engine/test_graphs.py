@@ -269,6 +269,27 @@ def test_more_rows_than_were_captured_run_as_ever(folder: Path, capture: StandIn
     assert capture.captured == (1 + 1 + 2) + 2
 
 
+def test_sequences_that_are_longer_than_was_captured_run_as_ever(
+    folder: Path, capture: StandInCapture
+) -> None:
+    engine = make_engine(folder, cuda_graphs=True, **SETTINGS)
+    engine.core.runner.capture([8, 1], 32)
+    lengths: list[int] = []
+    execute = engine.core.runner.execute
+
+    def recording(output: Any) -> torch.Tensor:
+        before = capture.launched
+        logits = execute(output)
+        if capture.launched > before:
+            lengths.append(max(s.start for s in output.scheduled) + 1)
+        return logits
+
+    engine.core.runner.execute = recording  # type: ignore[method-assign]
+    plain = make_engine(folder, cuda_graphs=False, **SETTINGS)
+    assert ids(engine, SAMPLINGS["greedy"]) == ids(plain, SAMPLINGS["greedy"])
+    assert max(lengths) == 32
+
+
 @given(st.integers(1, 2000), st.sampled_from([1, 2, 4, 8, 32]))
 def test_sizes(most: int, multiple: int) -> None:
     sizes = bucket_sizes(most, multiple)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine_harness import make_engine, record_logits, reschedule, run
-from stand_in_gpu import stand_in_gpu
+from stand_in_gpu import StandInCapture, stand_in_gpu
 from tiny_models import oracle, save_tiny_llama
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
@@ -38,23 +39,28 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.Mo
     assert [output.token_ids for output in outputs] == oracle(folder, PROMPTS, 2)
 
 
+SETTINGS: dict[str, Any] = {
+    "attention": "triton",
+    "dtype": "float32",
+    "deterministic": True,
+    "max_model_len": 48,
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 4,
+}
+
+
+@pytest.mark.parametrize("graphs", [False, "auto"])
 def test_a_row_has_the_same_bits_in_every_batch_where_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    graphs: bool | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Products are torch's on this processor, which the check finds to be independent of the batch."""
-    stand_in_gpu(monkeypatch)
-    engine = make_engine(
-        save_tiny_llama(tmp_path, num_hidden_layers=1),
-        attention="triton",
-        dtype="float32",
-        deterministic=True,
-        max_model_len=48,
-        max_num_batched_tokens=24,
-        max_num_seqs=4,
-    )
+    """Launched kernel by kernel, and in captured steps, which decode then."""
+    capture = StandInCapture()
+    stand_in_gpu(monkeypatch, capture)
+    engine = make_engine(save_tiny_llama(tmp_path, num_hidden_layers=1), cuda_graphs=graphs, **SETTINGS)
     assert engine.facts["batch_invariant"]
+    assert bool(capture.captured) == (graphs == "auto")
     prompts = [[(7 * i + j) % 250 for i in range(40)] for j in range(2)]
-    greedy = SamplingParams(max_tokens=2, ignore_eos=True)
+    greedy, before = SamplingParams(max_tokens=3, ignore_eos=True), capture.launched
     alone = reschedule(engine, 48, max_num_seqs=1, max_num_batched_tokens=48, prefix_caching=False)
     truth = record_logits(alone)
     run(alone, prompts[:1], greedy)
@@ -62,3 +68,4 @@ def test_a_row_has_the_same_bits_in_every_batch_where_it_is_asked_for(
     seen = record_logits(together)
     run(together, prompts, greedy)
     assert all(torch.equal(seen[key], logits) for key, logits in truth.items())
+    assert (capture.launched > before) == (graphs == "auto")
