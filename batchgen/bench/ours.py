@@ -16,10 +16,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from batchgen.bench.breakdown import clocked
+from batchgen.bench.gaps import idle_share
+from batchgen.bench.kernels import ceilings
 from batchgen.bench.machine import product_rates, read_bandwidth
+from batchgen.bench.parts import ALL, DECODING, PROMPTS
+from batchgen.bench.passes import Pass, run_pass
 from batchgen.bench.peers import harness
 from batchgen.bench.shapes import ModelShapes, Need, Product, Work, generating, model_shapes, needed
+from batchgen.bench.utilisation import Limits, host_share, utilisation
+from batchgen.models import dummy
 from batchgen.models.dtypes import DTYPES
 from batchgen.scores import Scoring
 from batchgen.types import Output, Request, RowError, RowFailure, SamplingParams, Task, UsageError
@@ -30,30 +35,18 @@ if TYPE_CHECKING:
     from batchgen.job.spec.job import JobSpec
 
 _GROUP = 32
+_LEAST_SHARE = 0.1
 _PINNED = ("dtype", "quantization", "kv_cache_dtype", "max_model_len")
 
 
 @dataclass(slots=True)
-class _Passed:
-    """What one pass over rows took, and what it gave."""
+class _Rows:
+    """What was to be computed."""
 
-    seconds: float = 0.0
-    preparing: float = 0.0
-    """Seconds of reading, rendering and tokenizing the job's rows, before the clock runs."""
-    parts: dict[str, float] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
-    outputs: dict[int, Output] = field(default_factory=dict)
-    steps: list[tuple[int, int]] = field(default_factory=list)
-    """Tokens computed and tokens sampled in each."""
-    step_seconds: list[float] = field(default_factory=list)
-    step_tokens: list[int] = field(default_factory=list)
-    """Of the cache, in use after each."""
-    cached: int = 0
-    preemptions: int = 0
-    held: int = 0
-    empty: int = 0
-    """Slots of the cache that requests held after each step, and those of them without a token."""
+    preparing: float = 0.0
+    """Seconds of reading, rendering and tokenizing the job's rows, before the clock runs."""
 
 
 class Ours:
@@ -72,8 +65,10 @@ class Ours:
         self._spec = load_job(task.options["job"], task.options["sets"])
         self._own: bool = task.options["own"]
         self._ready = _ready(self._spec)
+        # The weights of a dummy are noise, so that it may be given any model's tokens.
+        self._any_tokens = self._own or self._spec.model.path.startswith(dummy.PREFIX)
         self._first_row = 0
-        self._passed = _Passed()
+        self._rows, self._passed = _Rows(), Pass()
 
     @property
     def _core(self) -> EngineCore:
@@ -82,21 +77,24 @@ class Ours:
 
     def generate(self, rows: list[harness.Row]) -> list[list[int]]:
         """One pass; without rows, over the job's own."""
-        self._passed = passed = _Passed()
+        self._rows = given = _Rows()
         began = time.perf_counter()
-        passed.requests = list(self._of_rows(rows) if rows else self._of_job())
-        passed.preparing = time.perf_counter() - began
-        self._first_row += len(passed.requests) + sum(passed.refused.values())
-        self._pass(passed)
-        return [list(passed.outputs[r.request_id].token_ids) for r in passed.requests]
+        given.requests = list(self._of_rows(rows) if rows else self._of_job())
+        given.preparing = time.perf_counter() - began
+        self._first_row += len(given.requests) + sum(given.refused.values())
+        self._passed = passed = self._pass(given.requests)
+        return [list(passed.outputs[r.request_id].token_ids) for r in given.requests]
 
     def _of_rows(self, rows: Iterable[harness.Row]) -> Iterator[Request]:
-        size = self._core.vocab_size
         for number, row in enumerate(rows, self._first_row):
             sampling = SamplingParams(max_tokens=row["max_new_tokens"], ignore_eos=True)
-            # Only a job's own rows, which come after the warm-up, are in tokens of its model.
-            ids = [i % size for i in row["prompt_ids"]] if self._own else list(row["prompt_ids"])
-            yield Request(number, ids, sampling)
+            yield Request(number, self._known(row["prompt_ids"]), sampling)
+
+    def _known(self, ids: Iterable[int]) -> list[int]:
+        """Tokens of the workloads' model, as this one knows them."""
+        # Only a job's own rows, which come after the warm-up, are in tokens of its model.
+        size = self._core.vocab_size
+        return [i % size for i in ids] if self._any_tokens else list(ids)
 
     def _of_job(self) -> Iterator[Request]:
         """The job's rows, in the order in which they would run."""
@@ -136,70 +134,41 @@ class Ours:
                     yield request
 
     def _refuse(self, error: RowError) -> None:
-        self._passed.refused[error.error_class.value] += 1
+        self._rows.refused[error.error_class.value] += 1
 
-    def _pass(self, passed: _Passed) -> None:
-        core, stats = self._core, self._core.scheduler.stats
-        before = dataclasses.replace(stats)
-        waiting = iter(passed.requests)
-        with clocked(core) as parts:
-            began = last = time.perf_counter()
-            while core.num_unfinished or self._admit(waiting, passed):
-                self._admit(waiting, passed)
-                computed, sampled = core.counters.computed, core.counters.sampled
-                passed.outputs.update((output.request_id, output) for output in core.step())
-                passed.steps.append((core.counters.computed - computed, core.counters.sampled - sampled))
-                now = time.perf_counter()
-                passed.step_seconds.append(now - last)
-                last = now
-                passed.step_tokens.append(stats.pool_used * stats.block_size - stats.slack_tokens)
-                passed.held += stats.pool_used * stats.block_size
-                passed.empty += stats.slack_tokens
-            passed.seconds = time.perf_counter() - began
-            passed.parts = parts()
-        passed.cached = stats.cached_tokens - before.cached_tokens
-        passed.preemptions = stats.preemptions - before.preemptions
+    def _pass(self, requests: list[Request]) -> Pass:
+        passed = run_pass(self._core, requests)
         if not self._own:
             _raise_failed(passed)
-
-    def _admit(self, waiting: Iterator[Request], passed: _Passed) -> bool:
-        """Hand requests over as a worker does: enough that the engine never runs dry."""
-        room = 2 * self._ready.max_num_seqs - self._core.num_unfinished
-        admitted = False
-        for request in islice(waiting, max(0, room)):
-            admitted = True
-            output = self._core.add(request)
-            if output is not None:
-                passed.outputs[request.request_id] = output
-        return admitted
+        return passed
 
     def negative_logprob(self, windows: list[list[int]]) -> tuple[float, int] | None:
         """Sum over real text and its tokens; None of a model that has no next-token head."""
         if self._ready.requests.task in (Task.EMBED, Task.CLASSIFY):
             return None
-        passed = _Passed()
-        passed.requests = [
+        texts = [self._known(ids) for ids in windows]
+        requests = [
             Request(
                 self._first_row + i,
-                list(ids),
+                ids,
                 SamplingParams(max_tokens=1),
                 task=Task.LOGLIKELIHOOD,
                 scoring=Scoring(0, tuple(ids[1:])),
             )
-            for i, ids in enumerate(windows)
+            for i, ids in enumerate(texts)
         ]
         self._first_row += len(windows)
-        self._pass(passed)
+        passed = self._pass(requests)
         scores = [output.scores for output in passed.outputs.values() if output.scores is not None]
         return -sum(sum(s.logprobs) for s in scores), sum(len(s.logprobs) for s in scores)
 
     def details(self) -> dict[str, Any]:
         """What the pass before was made of, and what the machine can do."""
-        passed = self._passed
-        failed = passed.refused + Counter(
+        passed, given = self._passed, self._rows
+        failed = given.refused + Counter(
             output.error.error_class.value for output in passed.outputs.values() if output.error is not None
         )
-        done = [(r, passed.outputs[r.request_id]) for r in passed.requests]
+        done = [(r, passed.outputs[r.request_id]) for r in given.requests]
         return {
             "facts": {
                 **self._ready.facts,
@@ -207,14 +176,15 @@ class Ours:
                 "quantization": self._spec.model.quantization,
             },
             "notes": list(self._ready.notes),
-            "rows": len(passed.requests) + sum(passed.refused.values()),
+            "rows": len(given.requests) + sum(given.refused.values()),
             "failed": dict(failed),
             "prompt_tokens": sum(output.prompt_tokens for _, output in done),
             "output_tokens": sum(output.completion_tokens for _, output in done),
-            "preparing_seconds": passed.preparing if self._own else None,
-            "steps": len(passed.steps),
-            "computed_tokens": sum(computed for computed, _ in passed.steps),
+            "preparing_seconds": given.preparing if self._own else None,
+            "steps": passed.count,
+            "computed_tokens": passed.computed,
             "cached_tokens": passed.cached,
+            "hit_share": passed.hit_share,
             "preemptions": passed.preemptions,
             "empty_slots": passed.empty / passed.held if passed.held else 0.0,
             "parts": passed.parts,
@@ -222,40 +192,51 @@ class Ours:
             **self._machine(passed, done),
         }
 
-    def _machine(self, passed: _Passed, done: list[tuple[Request, Output]]) -> dict[str, Any]:
+    def _machine(self, passed: Pass, done: list[tuple[Request, Output]]) -> dict[str, Any]:
         # Loads transformers, which the engine itself may not need.
         from batchgen.api.job_model import find_model
         from batchgen.models.loader import load_config
 
+        core = self._core
         config = load_config(find_model(self._spec).tokenizer_folder())
-        shapes = model_shapes(config, [layer.spec for layer in self._core.runner.layers])
-        place = self._core.runner.device.place
-        bandwidth = read_bandwidth(place)
-        alone = self._alone(done, bandwidth) if len(done) == 1 else None
+        shapes = model_shapes(config, [layer.spec for layer in core.runner.layers])
+        place, dtype = core.runner.device.place, self._dtype
+        limits = ceilings(place, DTYPES[dtype])
+        bandwidth = read_bandwidth(place) if place.type == "cpu" else limits.copy_bandwidth
+        counted = shapes is not None and bool(done) and bool(passed.steps)
+        work = self._work(shapes, passed, done) if shapes is not None and counted else None
+        fastest = max([limits.product_rate, *(rate["best"] * 1e9 for rate in (work or {}).get("rates", ()))])
         text = config.get_text_config()
-        shape = {n: getattr(text, n, None) for n in ("vocab_size", "hidden_size", "num_hidden_layers")}
-        common = {
-            "shape": shape,
+        return {
+            "shape": {n: getattr(text, n, None) for n in ("vocab_size", "hidden_size", "num_hidden_layers")},
             "bandwidth": bandwidth,
-            "alone": alone,
-            "decoding": self._decoding(passed, bandwidth),
+            "alone": self._alone(done, bandwidth) if len(done) == 1 else None,
+            "work": work,
+            "utilisation": {
+                "dtype": dtype,
+                **utilisation(core, shapes, passed, Limits(fastest, bandwidth)),
+            },
+            "host": self._host(passed),
         }
-        if shapes is None or not done or not passed.steps:
-            return {**common, "work": None}
-        return {**common, "work": self._work(shapes, passed, done)}
 
-    def _work(
-        self, shapes: ModelShapes, passed: _Passed, done: list[tuple[Request, Output]]
-    ) -> dict[str, Any]:
+    @property
+    def _dtype(self) -> str:
+        """Of the products that the device is measured by."""
+        if self._core.runner.device.place.type == "cpu":
+            return "float32"
+        dtype: str = self._ready.pinned["dtype"]
+        return dtype
+
+    def _work(self, shapes: ModelShapes, passed: Pass, done: list[tuple[Request, Output]]) -> dict[str, Any]:
         work = [_work_of(request, output) for request, output in done]
         shared, apart = (needed(shapes, work, shared=value) for value in (True, False))
         # Beside how many others a token is computed, in the mean over tokens.
-        rows, read = (_mean_over_itself(counts) for counts in zip(*passed.steps, strict=True))
+        rows = _mean_over_itself([step.tokens for step in passed.steps])
+        read = _mean_over_itself([step.logits for step in passed.steps])
         asked: list[tuple[Product, int]] = [(product, rows) for product in shapes.products]
         if shared.read:
             asked.append((shapes.head, read))
-        place, dtype = self._core.runner.device.place, self._ready.pinned["dtype"]
-        rates = product_rates(asked, place, DTYPES[dtype])
+        rates = product_rates(asked, self._core.runner.device.place, DTYPES[self._dtype])
         tokens = {p: shared.tokens * p.count for p in shapes.products} | {shapes.head: shared.read}
         seconds = sum(tokens[r.product] * r.product.flop / (r.best * 1e9) for r in rates)
         return {
@@ -263,31 +244,31 @@ class Ours:
             "without_sharing": _flop(apart),
             "flop_per_second": shared.total / passed.seconds,
             "product_rate": shared.products / seconds,
-            "dtype": "float32" if place.type == "cpu" else dtype,
+            "dtype": self._dtype,
             "rates": [{**dataclasses.asdict(rate), "best": rate.best} for rate in rates],
         }
 
-    def _decoding(self, passed: _Passed, bandwidth: float) -> dict[str, Any] | None:
-        """Of steps in which every token computed was followed by one drawn: rows, time, and memory read."""
-        runner = self._core.runner
-        of_token = runner.layout.block_bytes / runner.block_size
-        steps = [
-            (computed, seconds, runner.parts.read_bytes + of_token * held)
-            for (computed, sampled), seconds, held in zip(
-                passed.steps, passed.step_seconds, passed.step_tokens, strict=True
-            )
-            if computed == sampled
+    def _host(self, passed: Pass) -> dict[str, float | None]:
+        """The share of time in which the device waits for the host: of all steps on a processor, on a GPU of
+        steps of the kinds that take most of the time."""
+        if self._core.runner.device.place.type == "cpu":
+            return {ALL: host_share(passed)}
+        found = {}
+        for kind in (PROMPTS, DECODING):
+            seconds = sum(step.seconds for step in passed.steps if step.kind == kind)
+            if seconds > _LEAST_SHARE * passed.seconds:
+                found[kind] = idle_share(self._core, self._others(), kind)
+        return found
+
+    def _others(self) -> list[Request]:
+        """The rows that generate once more, in other tokens, which are not in the cache."""
+        size, first = self._core.vocab_size, self._first_row
+        rows = [request for request in self._rows.requests if request.generates]
+        self._first_row += len(rows)
+        return [
+            Request(first + i, [(token + 1) % size for token in row.prompt_token_ids], row.sampling)
+            for i, row in enumerate(rows)
         ]
-        if not steps:
-            return None
-        rows, seconds, read = (sum(column) for column in zip(*steps, strict=True))
-        return {
-            "steps": len(steps),
-            "rows": rows / len(steps),
-            "seconds": seconds / len(steps),
-            "bytes": read / len(steps),
-            "bandwidth_share": read / seconds / bandwidth,
-        }
 
     def _alone(self, done: list[tuple[Request, Output]], bandwidth: float) -> dict[str, Any] | None:
         """Of one row by itself: how fast its tokens came, and the memory read for each."""
@@ -357,7 +338,7 @@ def _flop(need: Need) -> dict[str, int]:
     }
 
 
-def _raise_failed(passed: _Passed) -> None:
+def _raise_failed(passed: Pass) -> None:
     for output in passed.outputs.values():
         if output.error is not None:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""The parts of a step's time, in the order in which they are shown."""
+"""The parts of a step's time, in the order in which they are shown; and kinds of steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ PARTS = (
     *("qkv", "output", "gate_up", "down", HEAD, ATTENTION, "norm", "rotation"),
     *(PROGRAM, REST, SAMPLING, SCHEDULER, INPUTS, HOST),
 )
+PROMPTS, MIXED, DECODING = "prompts", "mixed", "decoding"
+STEP_KINDS = (PROMPTS, MIXED, DECODING)
+ALL = "all"
+"""Steps of any kind."""
 KINDS = {
     "q_proj": "qkv",
     "k_proj": "qkv",

@@ -53,12 +53,19 @@ class ModelShapes:
         """Of a token through all layers, without attention."""
         return sum(product.flop * product.count for product in self.products)
 
+    @property
+    def last_flop(self) -> int:
+        """Of a token through what follows attention in the last of layers that are all alike."""
+        behind = (p.flop * p.count for p in self.products if p.kind != KINDS["qkv_proj"])
+        return sum(behind) // len(self.attention)
+
     def attention_flop(self, start: int, stop: int) -> int:
         """Of the tokens at positions `start` to `stop` (exclusive) of one sequence."""
-        return sum(
-            2 * spec.num_heads * (spec.head_size + spec.v_head_size) * _seen(start, stop, spec.sliding_window)
-            for spec in self.attention
-        )
+        return sum(_attention_flop(spec, start, stop) for spec in self.attention)
+
+    def last_attention_flop(self, start: int, stop: int) -> int:
+        """The same in the last layer."""
+        return _attention_flop(self.attention[-1], start, stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +153,11 @@ def model_shapes(config: PretrainedConfig, attention: Sequence[AttentionSpec]) -
         found[layer, kind] = Product(kind, inputs, joined, 1)
     vocabulary, width = head.weight.shape
     return ModelShapes(_counted(found.values()), Product(HEAD, width, vocabulary, 1), tuple(attention))
+
+
+def _attention_flop(spec: AttentionSpec, start: int, stop: int) -> int:
+    widths = spec.head_size + spec.v_head_size
+    return 2 * spec.num_heads * widths * _seen(start, stop, spec.sliding_window)
 
 
 def _names(model: torch.nn.Module) -> str:

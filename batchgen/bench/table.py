@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from batchgen.bench.parts import PARTS
+from batchgen.bench.parts import ALL, DECODING, MIXED, PARTS, PROMPTS
 from batchgen.grammar import counted
 
+_STEPS = {PROMPTS: "of prompts", MIXED: "of little of prompts", DECODING: "that only decode"}
+_WHOLE = {ALL: "the time", PROMPTS: "a step of prompts", DECODING: "a step that only decodes"}
+_SHARED = 0.95
+"""Of the bytes that rows read, those that are counted once; above, they share nothing worth telling."""
 _BUSY = 0.05
 """Share of the processors' time that others may use before a run is doubted."""
 
@@ -105,16 +109,10 @@ def _details(contestant: Mapping[str, Any]) -> Iterator[str]:
             f"{alone['bytes_per_token'] / 1e6:,.0f} MB of weights and cache read for each: "
             f"{alone['bandwidth_share']:.0%} of the {details['bandwidth'] / 1e9:.1f} GB/s measured"
         )
-    if (decoding := details["decoding"]) is not None and details["facts"].get("device") == "cuda":
-        yield (
-            f"    {counted(decoding['steps'], 'step')} that only decode, of "
-            f"{counted(round(decoding['rows']), 'row')} in the mean, {decoding['seconds'] * 1e3:.2f} ms "
-            f"each: {decoding['bytes'] / 1e9:.2f} GB of weights and cache read, "
-            f"{decoding['bandwidth_share']:.0%} of a copy's {details['bandwidth'] / 1e9:,.0f} GB/s"
-        )
+    yield from steps(details["utilisation"], details["host"], details["seconds"])
     yield (
         f"    {counted(details['steps'], 'step')}, {counted(details['computed_tokens'], 'token')} computed, "
-        f"{details['cached_tokens']:,} from the cache, "
+        f"{details['cached_tokens']:,} from the cache ({details['hit_share']:.1%} of prompt tokens), "
         f"{details['empty_slots']:.1%} of its slots held without a token"
         + (f", {counted(details['preemptions'], 'preemption')}" if details["preemptions"] else "")
     )
@@ -124,6 +122,46 @@ def _details(contestant: Mapping[str, Any]) -> Iterator[str]:
         failed = ", ".join(f"{name} {count:,}" for name, count in details["failed"].items())
         yield f"    rows that failed: {failed}"
     yield f"    time: {_shares(details['parts'], details['seconds'])}"
+
+
+def steps(used: Mapping[str, Any], host: Mapping[str, float | None], seconds: float) -> Iterator[str]:
+    """What steps use of the device; `used` as `utilisation` gives it, `host` by kind of step."""
+    rate, bandwidth = used["product_rate"], used["bandwidth"]
+    if used["flop"] is not None:
+        yield (
+            f"    {used['flop'] / 1e9:,.0f} GFLOP computed: {used['flop_share']:.1%} of the "
+            f"{rate / 1e9:,.1f} GFLOP/s that the fastest products reach in {used['dtype']}"
+        )
+    for kind, told in _STEPS.items():
+        if (found := used["kinds"][kind]) is None:
+            continue
+        each = found["seconds"] / found["steps"]
+        line = (
+            f"    {counted(found['steps'], 'step')} {told}, {found['seconds'] / seconds:.0%} of the time, "
+            f"{each * 1e3:,.2f} ms each: {counted(round(found['tokens']), 'token')} of "
+            f"{counted(round(found['rows']), 'row')} in the mean"
+        )
+        if found["flop"] is not None and kind != DECODING:
+            line += (
+                f", {found['flop'] / found['seconds'] / 1e9:,.1f} GFLOP/s, {found['flop_share']:.1%} of that"
+            )
+        elif found["bytes"] is not None:
+            line += _reading(found, bandwidth)
+        yield line
+    for kind, share in host.items():
+        known = "not known" if share is None else f"{share:.1%}"
+        yield f"    the device waits for the host: {known} of {_WHOLE[kind]}"
+
+
+def _reading(found: Mapping[str, Any], bandwidth: float) -> str:
+    share, read, distinct = found["bandwidth_share"], found["bytes"], found["distinct_bytes"]
+    line = (
+        f", {read / 1e9:,.2f} GB of weights, keys and values read, {share:.1%} of the "
+        f"{bandwidth / 1e9:,.1f} GB/s measured"
+    )
+    if distinct < _SHARED * read:
+        line += f" ({share * distinct / read:.1%} if what rows share is read once)"
+    return line
 
 
 def _work(details: Mapping[str, Any]) -> Iterator[str]:

@@ -1,9 +1,10 @@
 """The rows that are measured: token ids, and how many tokens to generate for each.
 
 `shared-prefix` has 128 chats under one system prompt of 256 tokens, `unique` 128 chats of 64 to 512 tokens
-with nothing in common; `single` is one of these alone. The text is that of Python's reference manual, in
-tokens of SmolLM2. Some rows hold what transformers generates for them in float32, greedily and past the end
-of the sequence.
+with nothing in common; `single` is one of these alone. `prefill` is 32 prompts of 8,000 tokens with next to
+no output, `decode` 128 prompts of 1,024 tokens that go on for 256. The text is that of Python's reference
+manual, in tokens of SmolLM2. Some rows hold what transformers generates for them in float32, greedily and
+past the end of the sequence.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from typing import Any
 
 STANDARD = ("shared-prefix", "unique", "single")
 LONG = ("prompts-500", "prompts-8000", "outputs-128", "outputs-2048")
-NAMES = (*STANDARD, *LONG)
+HEAVY = ("prefill", "decode")
+NAMES = (*STANDARD, *LONG, *HEAVY)
 WINDOW = 512
 _WINDOWS = 8
 _SINGLE_PROMPT, _SINGLE_TOKENS = 64, 64
 _PROMPTS = 8_000
 _SIDE_BY_SIDE, _BEFORE = 8, 64
+_ROTATED = {"prefill": (32, _PROMPTS, 4, 0, 1009), "decode": (128, 1024, 256, 503, 283)}
+"""Rows, tokens of a prompt and of its output, and where in the text the first begins and by how much the next
+is further on: far enough that no two prompts begin alike."""
 REFERENCE_SHAPE = {"vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30}
 """Of SmolLM2-135M-Instruct, whose outputs the references are."""
 
@@ -88,6 +93,10 @@ def _rows(name: str) -> list[BenchRow]:
         case "outputs-128" | "outputs-2048":
             prompts = _pieces(text[: _SIDE_BY_SIDE * _BEFORE], _BEFORE)
             return [BenchRow(piece, int(name.removeprefix("outputs-"))) for piece in prompts]
+        case "prefill" | "decode":
+            count, length, tokens, first, step = _ROTATED[name]
+            starts = [(first + i * step) % len(text) for i in range(count)]
+            return [BenchRow((text[start:] + text)[:length], tokens) for start in starts]
     return list(_read(name))
 
 

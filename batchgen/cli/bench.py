@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from batchgen.bench.installed import Peer
     from batchgen.bench.workloads import Workload
 
-WORKLOADS = ("shared-prefix", "unique", "single", "long", "all")
+WORKLOADS = ("shared-prefix", "unique", "single", "long", "prefill", "decode", "all")
 REPEATS_BESIDE_OTHERS = 3
 FAULTS = 8
 
@@ -34,7 +34,7 @@ FAULTS = 8
     multiple=True,
     type=click.Choice(WORKLOADS),
     help="Standard rows to measure; may be repeated. With a JOB: its model and engine on these rows.  "
-    "[default: the job's rows, else all, which leaves out `long`]",
+    "[default: the job's rows, else all: the first three]",
 )
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Measure only the first N rows.")
 @click.option("--scenario", type=click.Choice(["offline"]), default="offline", show_default=True)

@@ -64,6 +64,17 @@ def test_the_other_rows() -> None:
     assert not firsts & {tuple(row.prompt_ids[:20]) for row in load_workload("shared-prefix").rows}
 
 
+@pytest.mark.parametrize(
+    ("name", "count", "prompt", "output"), [("prefill", 32, 8000, 4), ("decode", 128, 1024, 256)]
+)
+def test_the_heavy_rows(name: str, count: int, prompt: int, output: int) -> None:
+    rows = load_workload(name).rows
+    assert [(len(row.prompt_ids), row.max_new_tokens) for row in rows] == [(prompt, output)] * count
+    # No block of a prompt is that of another, nor of the other workload.
+    both = [*rows, *load_workload({"prefill": "decode", "decode": "prefill"}[name]).rows]
+    assert len({tuple(row.prompt_ids[:16]) for row in both}) == 160
+
+
 def test_shapes_of_a_model() -> None:
     shapes = model_shapes(llama(), [SPEC] * 3)
     assert shapes is not None

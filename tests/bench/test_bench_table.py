@@ -32,11 +32,38 @@ def details(**more: Any) -> dict[str, Any]:
         "failed": {},
         "preparing_seconds": None,
         "alone": None,
-        "decoding": None,
-        "facts": {"device": "cpu"},
         "bandwidth": 20e9,
+        "hit_share": 0.25,
+        "utilisation": used(),
+        "host": {"all": 0.125},
         "parts": {"qkv": 1.0, "attention": 0.5, "other": 0.1},
         "work": work(300),
+        **more,
+    }
+
+
+def used(**kinds: Any) -> dict[str, Any]:
+    return {
+        "dtype": "float32",
+        "product_rate": 500e9,
+        "bandwidth": 20e9,
+        "flop": 400e9,
+        "flop_share": 0.4,
+        "kinds": {"prompts": None, "mixed": None, "decoding": None, **kinds},
+    }
+
+
+def of_kind(**more: Any) -> dict[str, Any]:
+    return {
+        "steps": 5,
+        "tokens": 64.2,
+        "rows": 64.2,
+        "seconds": 0.5,
+        "flop": 50e9,
+        "flop_share": 0.2,
+        "bytes": 1e9,
+        "distinct_bytes": 0.97e9,
+        "bandwidth_share": 0.5,
         **more,
     }
 
@@ -102,7 +129,10 @@ def test_a_table() -> None:
         "GFLOP/s that products of these shapes reach in float32\n"
     ) in text
     assert "qkv        64 x 64 x 128: - GFLOP/s ours, 90 torch" in text
-    assert "7 steps, 100 tokens computed, 20 from the cache, 4.0% of its slots held without a token\n" in text
+    assert (
+        "7 steps, 100 tokens computed, 20 from the cache (25.0% of prompt tokens), 4.0% of its slots held "
+        in text
+    )
     assert "time: qkv 50.0%, attention 25.0%, other 5.0%, outside 20.0%" in text
 
 
@@ -121,16 +151,42 @@ def test_what_only_some_have() -> None:
     assert "3 preemptions" in text
 
 
-def test_steps_that_only_decode_are_told_of_a_gpu() -> None:
-    decoding = {"steps": 5, "rows": 1.0, "seconds": 0.002, "bytes": 16e9, "bandwidth_share": 0.8}
-    for device, times in (("cuda", 1), ("cpu", 0)):
-        more = details(decoding=decoding, facts={"device": device}, bandwidth=4e12)
-        text = told(("job", [contestant("batchgen", [run(0, 50.0, details=more)])]))
-        line = (
-            "5 steps that only decode, of 1 row in the mean, 2.00 ms each: 16.00 GB of weights and cache "
-            "read, 80% of a copy's 4,000 GB/s\n"
-        )
-        assert text.count(line) == times
+def test_what_steps_use() -> None:
+    kinds = {
+        "prompts": of_kind(steps=1, tokens=8000.4, rows=1.0),
+        "mixed": of_kind(tokens=70.0),
+        "decoding": of_kind(seconds=0.01),
+    }
+    host = {"prompts": 0.02, "decoding": None}
+    more = details(utilisation=used(**kinds), host=host)
+    text = told(("job", [contestant("batchgen", [run(0, 50.0, details=more)])]))
+    assert (
+        "    400 GFLOP computed: 40.0% of the 500.0 GFLOP/s that the fastest products reach in float32\n"
+        "    1 step of prompts, 25% of the time, 500.00 ms each: 8,000 tokens of 1 row in the mean, 100.0 "
+        "GFLOP/s, 20.0% of that\n"
+        "    5 steps of little of prompts, 25% of the time, 100.00 ms each: 70 tokens of 64 rows in the mean"
+        ", 100.0 GFLOP/s, 20.0% of that\n"
+        "    5 steps that only decode, 0% of the time, 2.00 ms each: 64 tokens of 64 rows in the mean, 1.00 "
+        "GB of weights, keys and values read, 50.0% of the 20.0 GB/s measured\n"
+        "    the device waits for the host: 2.0% of a step of prompts\n"
+        "    the device waits for the host: not known of a step that only decodes\n"
+    ) in text
+
+
+def test_what_rows_share_may_be_read_once() -> None:
+    more = details(utilisation=used(decoding=of_kind(distinct_bytes=0.4e9)))
+    text = told(("job", [contestant("batchgen", [run(0, 50.0, details=more)])]))
+    assert "50.0% of the 20.0 GB/s measured (20.0% if what rows share is read once)\n" in text
+    assert "the device waits for the host: 12.5% of the time\n" in text
+
+
+def test_steps_of_a_model_whose_operations_are_not_counted() -> None:
+    unknown = dict.fromkeys(("flop", "flop_share", "bytes", "distinct_bytes", "bandwidth_share"))
+    steps = {**used(decoding=of_kind(**unknown)), "flop": None, "flop_share": None}
+    more = details(utilisation=steps)
+    text = told(("job", [contestant("batchgen", [run(0, 50.0, details=more)])]))
+    assert "GFLOP computed" not in text
+    assert "64 tokens of 64 rows in the mean\n" in text
 
 
 def test_one_that_never_gave_a_result() -> None:

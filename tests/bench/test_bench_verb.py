@@ -179,6 +179,29 @@ def check_details(details: dict[str, Any], workload: dict[str, Any]) -> None:
     assert all(seconds >= 0 for seconds in parts.values())
     assert sum(parts.values()) <= details["seconds"]
     assert 0 < details["empty_slots"] < 1
+    used = details["utilisation"]
+    assert used["product_rate"] >= max(rate["best"] for rate in work["rates"]) * 1e9
+    assert 0 < used["flop"] <= work["without_sharing"]["total"]
+    assert used["flop_share"] == pytest.approx(used["flop"] / details["seconds"] / used["product_rate"])
+    kinds = [kind for kind in used["kinds"].values() if kind is not None]
+    assert sum(kind["steps"] for kind in kinds) == details["steps"]
+    assert sum(kind["flop"] for kind in kinds) == used["flop"]
+    assert 0 < details["host"]["all"] < 1
+    assert details["hit_share"] == 0
+
+
+def test_a_dummy_takes_any_tokens(capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Standard rows on a model that knows fewer tokens than they are in."""
+    monkeypatch.chdir(tmp_path)
+    model = "dummy:llama-3.1-8b?num_hidden_layers=1&hidden_size=64&intermediate_size=96&num_attention_heads=4"
+    model += "&num_key_value_heads=2&head_dim=16&vocab_size=300"
+    line = ["bench", "--model", model, "--workload", "decode", "--limit", "2", "--json", "report.json"]
+    assert main([*line, "--set", "model.max_model_len=2048"]) == 0
+    [workload] = json.loads(Path("report.json").read_text())["workloads"]
+    assert (workload["prompt_tokens"], workload["output_tokens"]) == (2048, 512)
+    said = capsys.readouterr().out
+    assert "steps that only decode, " in said
+    assert "the device waits for the host: " in said
 
 
 @pytest.mark.usefixtures("tiny")

@@ -19,7 +19,19 @@ BELOW = {
     "job": ["types", "cache", "file_hash", "core", "data", "text", "sampling"],
     "dist": ["types", "scores", "core", "engine", "models", "sampling", "text", "data", "job"],
     "api": ["types", "scores", "cache", "data", "text", "sampling", "models", "engine", "job", "dist"],
-    "bench": ["types", "scores", "data", "text", "sampling", "models", "engine", "job", "api", "dist"],
+    "bench": [
+        "types",
+        "scores",
+        "core",
+        "data",
+        "text",
+        "sampling",
+        "models",
+        "engine",
+        "job",
+        "api",
+        "dist",
+    ],
     "cli": ["types", "cache", "data", "text", "sampling", "models", "job", "api", "dist", "bench"],
 }
 """What a package may import besides itself, also inside functions."""

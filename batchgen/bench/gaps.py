@@ -1,0 +1,90 @@
+"""How long a GPU has nothing to do in a step, by what it has recorded of its own work."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from batchgen.bench.passes import admit
+from batchgen.bench.steps import Step, recorded
+from batchgen.engine.core import EngineCore
+from batchgen.types import Output, Request
+
+STEPS = 12
+_WARMUP = 3
+_PAUSE = 4e-6
+"""Seconds between two kernels up to which the device itself is changing from one to the next."""
+Spans = Sequence[tuple[float, float]]
+Watch = Callable[[Callable[[], None]], Spans]
+
+
+def idle_share(
+    core: EngineCore, requests: Iterable[Request], kind: str, watch: Watch | None = None
+) -> float | None:
+    """The share of a step in which the device does nothing.
+
+    A dozen steps in a row are timed, and as many behind them are watched: watching slows the host down, not
+    the device. Requests that are not through then are dropped.
+
+    Args:
+        core: with nothing to do.
+        requests: to be computed, of prompts that are not in the cache.
+        kind: of the steps, see `steps.py`.
+        watch: runs a function; gives seconds at which what the device did in it began and ended. None:
+            torch's profiler.
+
+    Returns:
+        0 to 1; None where there are no such steps in a row, or nothing was seen of the device.
+    """
+    waiting, outputs = iter(requests), dict[int, Output]()
+    try:
+        with recorded(core) as executed:
+
+            def step() -> Step | None:
+                admit(core, waiting, outputs)
+                began, before = time.perf_counter(), len(executed())
+                core.step()
+                seconds, after = time.perf_counter() - began, executed()
+                return Step(after[-1], seconds, 0) if len(after) > before else None
+
+            times: list[float] = []
+            while len(times) < _WARMUP + STEPS:
+                now = step()
+                if now is None:
+                    return None
+                times = [*times, now.seconds] if now.kind == kind else []
+            watched: list[Step | None] = []
+            spans = (watch or profiled)(lambda: watched.extend(step() for _ in range(STEPS)))
+    finally:
+        core.abort_all()
+    if not spans or any(one is None or one.kind != kind for one in watched):
+        return None
+    return max(0.0, 1 - busy_seconds(spans) / STEPS / statistics.fmean(times[_WARMUP:]))
+
+
+def busy_seconds(spans: Spans) -> float:
+    """What work took that may overlap, with the short pauses between one and the next."""
+    busy, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        if stop > end:
+            busy += stop - (end if start - end <= _PAUSE else start)
+            end = stop
+    return busy
+
+
+def profiled(run: Callable[[], None]) -> Spans:
+    """See `idle_share`, of a GPU."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    events: Any = profile.events() or ()
+    return [
+        (event.time_range.start / 1e6, event.time_range.end / 1e6)
+        for event in events
+        if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    ]
