@@ -136,6 +136,19 @@ def pointers(dtypes: dict[str, torch.dtype | None]) -> dict[str, str]:
     return {name: "constexpr" if d is None else f"*{TYPES[d]}" for name, d in dtypes.items()}
 
 
+def pages(case: Case) -> dict[str, int]:
+    """Elements between blocks of a layer, all of whose memory is its own."""
+    kv_dtype = case.kv_dtype or case.dtype
+    page = backend.TritonBackend().bytes_per_block(case.spec, case.block_size, kv_dtype)
+    scale_page = page // 4 if kv_dtype in LARGEST else 0
+    return {
+        "KEY_PAGE": page // kv_dtype.itemsize,
+        "VALUE_PAGE": page // kv_dtype.itemsize,
+        "KEY_SCALE_PAGE": scale_page,
+        "VALUE_SCALE_PAGE": scale_page,
+    }
+
+
 def builds(case: Case, chip: tiles.Chip) -> Iterator[Build]:
     """The launch of attention itself, and with it those that go with it."""
     spec, kv, dtype = case.spec, case.cache, case.dtype
@@ -158,7 +171,10 @@ def builds(case: Case, chip: tiles.Chip) -> Iterator[Build]:
     yield Build(
         attend_kernel,
         pointers({**outputs, "query_ptr": dtype, **stored, "sinks_ptr": sinks, **step}),
-        backend.attend_constants(spec, kv, tile, chip, split=case.split, fixed_split=case.fixed_split),
+        {
+            **backend.attend_constants(spec, kv, tile, chip, split=case.split, fixed_split=case.fixed_split),
+            **pages(case),
+        },
         tiles.shared_bytes(spec, dtype, kv.dtype, tile.rows, tile.keys, tile.stages),
     )
     if case.split:

@@ -27,13 +27,24 @@ def _sequence_of(tile, starts_ptr, num_seqs, TILE_TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _load_part(ptr, offsets, present, FIRST: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns FIRST to FIRST + PART of the rows at `offsets` [n], 0 where absent or beyond WIDTH."""
+def _load_part(
+    ptr, offsets, present, ALL: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Columns FIRST to FIRST + PART of the rows at `offsets` [n], 0 where absent or beyond WIDTH.
+
+    With ALL no row is absent.
+    """
     column = FIRST + tl.arange(0, PART)
-    mask = present[:, None]
-    if FIRST + PART > WIDTH:
-        mask = mask & (column < WIDTH)[None, :]
-    return tl.load(ptr + offsets[:, None] + column[None, :], mask=mask, other=0)
+    pointers = ptr + offsets[:, None] + column[None, :]
+    if ALL and FIRST + PART <= WIDTH:
+        part = tl.load(pointers)
+    elif ALL:
+        part = tl.load(pointers, mask=(column < WIDTH)[None, :], other=0)
+    elif FIRST + PART <= WIDTH:
+        part = tl.load(pointers, mask=present[:, None], other=0)
+    else:
+        part = tl.load(pointers, mask=present[:, None] & (column < WIDTH)[None, :], other=0)
+    return part
 
 
 @triton.jit
@@ -76,10 +87,10 @@ def attend_kernel(
     query_token_stride,
     query_head_stride,
     table_stride,
-    key_page,
-    value_page,
-    key_scale_page,
-    value_scale_page,
+    KEY_PAGE: tl.constexpr,
+    VALUE_PAGE: tl.constexpr,
+    KEY_SCALE_PAGE: tl.constexpr,
+    VALUE_SCALE_PAGE: tl.constexpr,
     factor,
     cap,
     HEADS: tl.constexpr,
@@ -136,9 +147,9 @@ def attend_kernel(
     position = history + token
     step_row = (start + token).to(tl.int64)
     query_row = step_row * query_token_stride + head * query_head_stride
-    query1 = _load_part(query_ptr, query_row, valid, 0, K1, HEAD_SIZE)
+    query1 = _load_part(query_ptr, query_row, valid, False, 0, K1, HEAD_SIZE)
     if K2 > 0:
-        query2 = _load_part(query_ptr, query_row, valid, K1, K2, HEAD_SIZE)
+        query2 = _load_part(query_ptr, query_row, valid, False, K1, K2, HEAD_SIZE)
 
     end = history + tl.minimum(first + TILE_TOKENS, num_rows)
     begin = tl.full([], 0, tl.int32)
@@ -163,63 +174,81 @@ def attend_kernel(
     sum1 = tl.zeros([BLOCK_M, V1], tl.float32)
     if V2 > 0:
         sum2 = tl.zeros([BLOCK_M, V2], tl.float32)
+    # Tiles of keys that all rows see come first, and need no masks.
+    whole = low
+    if WINDOW == 0:
+        whole = tl.minimum(tl.maximum((history + first + 1) // BLOCK_N, low), high)
     column = tl.arange(0, BLOCK_N)
-    for n in range(low, high):
-        key_position = n * BLOCK_N + column
-        # What no row sees may hold anything: it is never read.
-        present = (key_position >= begin) & (key_position < end)
-        if BLOCK_SIZE % BLOCK_N == 0:
-            block = tl.load(table_row + n * BLOCK_N // BLOCK_SIZE).to(tl.int64)
-            place = kv_head * BLOCK_SIZE + n * BLOCK_N % BLOCK_SIZE + column
-        else:
-            block = tl.load(table_row + key_position // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-            place = kv_head * BLOCK_SIZE + key_position % BLOCK_SIZE
+    for rest in tl.static_range(2):
+        for n in range(whole if rest else low, high if rest else whole):
+            key_position = n * BLOCK_N + column
+            # What no row sees may hold anything: it is never read.
+            present = (key_position >= begin) & (key_position < end)
+            if BLOCK_N % BLOCK_SIZE == 0:
+                entry = table_row + n * (BLOCK_N // BLOCK_SIZE) + column // BLOCK_SIZE
+                place = column % BLOCK_SIZE
+            elif BLOCK_SIZE % BLOCK_N == 0:
+                entry = table_row + n * BLOCK_N // BLOCK_SIZE
+                place = n * BLOCK_N % BLOCK_SIZE + column
+            else:
+                entry = table_row + key_position // BLOCK_SIZE
+                place = key_position % BLOCK_SIZE
+            if rest and BLOCK_SIZE % BLOCK_N != 0:
+                block = tl.load(entry, mask=present, other=0).to(tl.int64)
+            else:
+                block = tl.load(entry).to(tl.int64)
+            place = kv_head * BLOCK_SIZE + place
 
-        key_row = block * key_page + place * HEAD_SIZE
-        key = _widen(_load_part(key_ptr, key_row, present, 0, K1, HEAD_SIZE), query1.dtype, FP8)
-        scores = tl.dot(query1, tl.trans(key), input_precision="ieee")
-        if K2 > 0:
-            key = _widen(_load_part(key_ptr, key_row, present, K1, K2, HEAD_SIZE), query1.dtype, FP8)
-            scores = tl.dot(query2, tl.trans(key), scores, input_precision="ieee")
-        if SCALED:
-            key_scale = tl.load(key_scale_ptr + block * key_scale_page + place, mask=present, other=0)
-            scores = scores * key_scale[None, :]
-        scores = scores * factor
-        if SOFTCAP:
-            # tanh(x) = 1 - 2 / (1 + exp(2x)), right at both ends without a branch.
-            scores = cap * (1 - 2 / (1 + tl.exp2(scores)))
-        visible = present[None, :] & (key_position[None, :] <= position[:, None])
-        if WINDOW > 0:
-            visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
+            key_row = block * KEY_PAGE + place * HEAD_SIZE
+            key = _load_part(key_ptr, key_row, present, not rest, 0, K1, HEAD_SIZE)
+            key = _widen(key, query1.dtype, FP8)
+            scores = tl.dot(query1, tl.trans(key), input_precision="ieee")
+            if K2 > 0:
+                key = _load_part(key_ptr, key_row, present, not rest, K1, K2, HEAD_SIZE)
+                key = _widen(key, query1.dtype, FP8)
+                scores = tl.dot(query2, tl.trans(key), scores, input_precision="ieee")
+            if SCALED:
+                key_scale = tl.load(key_scale_ptr + block * KEY_SCALE_PAGE + place, mask=present, other=0)
+                scores = scores * key_scale[None, :]
+            if SOFTCAP:
+                # tanh(x) = 1 - 2 / (1 + exp(2x)), right at both ends without a branch.
+                scores = cap * (1 - 2 / (1 + tl.exp2(scores * factor)))
+            if rest:
+                visible = present[None, :] & (key_position[None, :] <= position[:, None])
+                if WINDOW > 0:
+                    visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
+                scores = tl.where(visible, scores, float("-inf"))
 
-        # A row that sees nothing yet keeps -inf, and must not subtract it from itself.
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        probability = tl.exp2(scores - base[:, None])
-        fade = tl.exp2(largest - base)
-        weight = weight * fade + tl.sum(probability, 1)
-        largest = larger
+            # A row that sees nothing yet keeps -inf, and must not subtract it from itself.
+            unit = 1.0 if SOFTCAP else factor
+            larger = tl.maximum(largest, tl.max(scores, 1) * unit)
+            base = tl.where(larger == float("-inf"), 0.0, larger)
+            probability = tl.exp2(tl.fma(scores, unit, -base[:, None]))
+            fade = tl.exp2(largest - base)
+            weight = weight * fade + tl.sum(probability, 1)
+            largest = larger
 
-        value_row = block * value_page + place * V_HEAD_SIZE
-        if SCALED:
-            value_scale = tl.load(value_scale_ptr + block * value_scale_page + place, mask=present, other=0)
-            if not SCALE_VALUES:
-                probability = probability * value_scale[None, :]
-        probability = probability.to(query1.dtype)
-        value = _load_part(value_ptr, value_row, present, 0, V1, V_HEAD_SIZE)
-        if SCALE_VALUES:
-            value = (_widen(value, tl.float32, FP8) * value_scale[:, None]).to(query1.dtype)
-        else:
-            value = _widen(value, query1.dtype, FP8)
-        sum1 = tl.dot(probability, value, sum1 * fade[:, None], input_precision="ieee")
-        if V2 > 0:
-            value = _load_part(value_ptr, value_row, present, V1, V2, V_HEAD_SIZE)
+            value_row = block * VALUE_PAGE + place * V_HEAD_SIZE
+            if SCALED:
+                value_scale = tl.load(
+                    value_scale_ptr + block * VALUE_SCALE_PAGE + place, mask=present, other=0
+                )
+                if not SCALE_VALUES:
+                    probability = probability * value_scale[None, :]
+            probability = probability.to(query1.dtype)
+            value = _load_part(value_ptr, value_row, present, not rest, 0, V1, V_HEAD_SIZE)
             if SCALE_VALUES:
                 value = (_widen(value, tl.float32, FP8) * value_scale[:, None]).to(query1.dtype)
             else:
                 value = _widen(value, query1.dtype, FP8)
-            sum2 = tl.dot(probability, value, sum2 * fade[:, None], input_precision="ieee")
+            sum1 = tl.dot(probability, value, sum1 * fade[:, None], input_precision="ieee")
+            if V2 > 0:
+                value = _load_part(value_ptr, value_row, present, not rest, V1, V2, V_HEAD_SIZE)
+                if SCALE_VALUES:
+                    value = (_widen(value, tl.float32, FP8) * value_scale[:, None]).to(query1.dtype)
+                else:
+                    value = _widen(value, query1.dtype, FP8)
+                sum2 = tl.dot(probability, value, sum2 * fade[:, None], input_precision="ieee")
 
     out_row = step_row * HEADS + head
     if SPLIT:

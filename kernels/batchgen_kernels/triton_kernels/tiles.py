@@ -42,6 +42,8 @@ class TileLimits:
     Args:
         rows: most query rows (tokens x heads of a group) of a tile.
         keys: in a step of the loop.
+        many_keys: the same for the largest tiles of 9.0, where nothing is widened: they have a processor
+            alone, so that what is done once a step is better done for more of them.
         stages: of the loop's pipeline, for tiles of 32 rows or less, and for larger ones; fewer where
             shared memory does not hold them. Looking up blocks takes every second one, so that five keep
             two key tiles on their way: small tiles wait for memory alone.
@@ -52,13 +54,14 @@ class TileLimits:
     keys: int
     stages: tuple[int, int]
     warp_floats: int = 2048
+    many_keys: int | None = None
 
 
 # By (bytes of an element that is computed with, the wider of keys and values up to this).
 # Float32 is there to be compared with: its products do not run on tensor cores.
 TILE_LIMITS: dict[tuple[int, int], TileLimits] = {
     (2, 64): TileLimits(rows=128, keys=64, stages=(5, 4)),
-    (2, 128): TileLimits(rows=128, keys=64, stages=(5, 3)),
+    (2, 128): TileLimits(rows=128, keys=64, stages=(5, 3), many_keys=128),
     (2, 256): TileLimits(rows=64, keys=64, stages=(5, 2)),
     (4, 64): TileLimits(rows=32, keys=32, stages=(2, 2), warp_floats=512),
     (4, 128): TileLimits(rows=16, keys=32, stages=(2, 2), warp_floats=256),
@@ -112,8 +115,10 @@ def choose_tile(
     wanted = power_of_two(rows_per_sequence * spec.group_size)
     rows = min(max(wanted, SMALLEST_TILE), limits.rows // halves)
     heads = min(spec.group_size, rows)
-    stages = limits.stages[rows > 32]
-    while stages > 1 and shared_bytes(spec, dtype, kv_dtype, rows, limits.keys, stages) > chip.shared_memory:
+    stages, keys = limits.stages[rows > 32], limits.keys
+    if limits.many_keys and rows == limits.rows and chip.capability == 90 and kv_dtype == dtype:
+        keys = limits.many_keys
+    while stages > 1 and shared_bytes(spec, dtype, kv_dtype, rows, keys, stages) > chip.shared_memory:
         stages -= 1
     # Tiles of two parts, and wide ones of bytes, which are widened in registers, take more of them.
     many = parts(spec.head_size)[1] or (
@@ -121,7 +126,7 @@ def choose_tile(
     )
     fewest = 2 * FEWEST_WARPS if many and rows <= 32 else FEWEST_WARPS
     warps = max(rows * sum(parts(spec.v_head_size)) * halves // limits.warp_floats, fewest)
-    return Tile(rows, rows // heads, heads, limits.keys, power_of_two(warps), stages)
+    return Tile(rows, rows // heads, heads, keys, power_of_two(warps), stages)
 
 
 def choose_fixed_tile(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, chip: Chip) -> Tile:

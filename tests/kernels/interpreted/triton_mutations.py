@@ -21,6 +21,7 @@ SPLIT = Case(spec=layer(6, 2, 24, sliding_window=50, has_sinks=True), sequences=
 FP8 = Case(
     spec=layer(3, 1, 80), sequences=[(30, 2)], dtype=torch.float16, kv_dtype=torch.float8_e4m3fn, chip=A100
 )
+DIAGONAL = Case(spec=layer(4, 2, 16), sequences=[(94, 3)])
 BLOCKS = Case(spec=layer(2, 2, 16), sequences=[(70, 6)], block_size=64)
 
 MUTATIONS = {
@@ -29,7 +30,7 @@ MUTATIONS = {
     "the window is one longer": (FULL, "> position[:, None] - WINDOW", ">= position[:, None] - WINDOW"),
     "the window is one shorter": (FULL, "> position[:, None] - WINDOW", "> position[:, None] - WINDOW + 1"),
     "the first key of the window is not read": (FULL, "first - WINDOW + 1, 0)", "first - WINDOW + 2, 0)"),
-    "the wrong KV head": (FULL, "place = kv_head * BLOCK_SIZE + key_position", "place = key_position"),
+    "the wrong KV head": (FULL, "place = kv_head * BLOCK_SIZE + place", "place = place + 0"),
     "the wrong query head": (FULL, "head = kv_head * GROUP + group_head", "head = group_head"),
     "the last key tile is left out": (
         BLOCKS,
@@ -37,14 +38,25 @@ MUTATIONS = {
         "high = end // BLOCK_N",
     ),
     "no sinks": (FULL, "weight = weight * fade + tl.exp2(sink - larger)", "weight = weight * fade"),
-    "no softcap": (FULL, "scores = cap * (1 - 2 / (1 + tl.exp2(scores)))", "pass"),
+    "no softcap": (
+        FULL,
+        "scores = cap * (1 - 2 / (1 + tl.exp2(scores * factor)))",
+        "scores = scores * factor",
+    ),
+    "a tile is taken for whole": (
+        DIAGONAL,
+        "(history + first + 1) // BLOCK_N",
+        "(history + first + 2) // BLOCK_N",
+    ),
+    "whole tiles are left out": (DIAGONAL, "whole if rest else low", "whole if rest else whole"),
+    "the scale is left out": (DIAGONAL, "unit = 1.0 if SOFTCAP else factor", "unit = 1.0"),
     "no key scale": (FULL, "scores = scores * key_scale[None, :]", "pass"),
     "no value scale": (FULL, "probability = probability * value_scale[None, :]", "pass"),
     "the second part of the keys is left out": (FULL, "tl.dot(query2, ", "tl.dot(query2 * 0, "),
     "the second part of the values is left out": (FULL, "sum2 = sum2 / weight[:, None]", "sum2 = sum2 * 0"),
     "sums do not fade": (FULL, "sum1 * fade[:, None], input", "sum1, input"),
     "the weight does not fade": (FULL, "weight * fade + tl.sum", "weight + tl.sum"),
-    "a place in the wrong half of its block": (BLOCKS, " + n * BLOCK_N % BLOCK_SIZE + column", " + column"),
+    "a place in the wrong half of its block": (BLOCKS, "n * BLOCK_N % BLOCK_SIZE + column", "column"),
     "rows of a chunk are placed as the first": (
         FULL,
         "history = tl.load(seq_lens_ptr + seq) - num_rows",
@@ -59,7 +71,7 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("case", [FULL, SPLIT, FP8, BLOCKS])
+@pytest.mark.parametrize("case", [FULL, SPLIT, FP8, DIAGONAL, BLOCKS])
 def test_the_kernel_itself_passes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     case.check(monkeypatch)
 
