@@ -1,7 +1,8 @@
-"""How long a GPU has nothing to do in a step, by what it has recorded of its own work."""
+"""How long a device waits for the host: a GPU by what it has recorded of its own work."""
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -9,17 +10,63 @@ from typing import Any
 
 import torch
 
-from batchgen.bench.passes import admit
+from batchgen.bench.parts import ALL, DECODING, HOST, INPUTS, PROMPTS, SCHEDULER
+from batchgen.bench.passes import Pass, admit
 from batchgen.bench.steps import Step, recorded
 from batchgen.engine.core import EngineCore
 from batchgen.types import Output, Request
 
 STEPS = 12
 _WARMUP = 3
+_LEAST_SHARE = 0.1
 _PAUSE = 4e-6
 """Seconds between two kernels up to which the device itself is changing from one to the next."""
+logger = logging.getLogger(__name__)
 Spans = Sequence[tuple[float, float]]
 Watch = Callable[[Callable[[], None]], Spans]
+
+
+def waiting_shares(
+    core: EngineCore, done: Pass, requests: Iterable[Request], first: int
+) -> dict[str, float | None]:
+    """How long the device waits for the host.
+
+    Args:
+        core: with nothing to do.
+        done: a pass over it.
+        requests: of that pass; on a GPU those that generate are computed once more, in other tokens, which
+            are not in the cache.
+        first: the numbers of these are from here on.
+
+    Returns:
+        On a processor one share, of the whole; on a GPU the share of a step of each kind that took a tenth of
+        the time or more, None where it is not known.
+    """
+    if core.runner.device.place.type == "cpu":
+        return {ALL: host_share(done)}
+    size, found = core.vocab_size, dict[str, float | None]()
+    rows = [request for request in requests if request.generates]
+    for kind in (PROMPTS, DECODING):
+        seconds = sum(step.seconds for step in done.steps if step.kind == kind)
+        if seconds >= _LEAST_SHARE * done.seconds:
+            # Other tokens each time.
+            away = 1 + len(found)
+            found[kind] = idle_share(
+                core,
+                [
+                    Request(first + i, [(t + away) % size for t in row.prompt_token_ids], row.sampling)
+                    for i, row in enumerate(rows)
+                ],
+                kind,
+            )
+    return found
+
+
+def host_share(done: Pass) -> float:
+    """Of a pass on a processor, the share of time in which nothing of the model is computed."""
+    inside = sum(done.parts.values())
+    own = sum(done.parts.get(part, 0.0) for part in (SCHEDULER, INPUTS, HOST))
+    return (own + max(0.0, done.seconds - inside)) / done.seconds
 
 
 def idle_share(
@@ -77,12 +124,22 @@ def busy_seconds(spans: Spans) -> float:
 
 
 def profiled(run: Callable[[], None]) -> Spans:
-    """See `idle_share`, of a GPU."""
+    """See `idle_share`, of a GPU; nothing where torch's profiler does not work."""
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    events: Any = profile.events() or ()
+    profile: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    try:
+        profile.start()
+    except Exception:
+        logger.exception("the profiler cannot be started")
+        return []
+    run()
+    torch.cuda.synchronize()
+    try:
+        profile.stop()
+        events = profile.events() or ()
+    except Exception:
+        logger.exception("the profiler has no result")
+        return []
     return [
         (event.time_range.start / 1e6, event.time_range.end / 1e6)
         for event in events

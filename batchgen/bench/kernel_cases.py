@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from batchgen.bench.shapes import Product
 from batchgen.grammar import counted
 from batchgen_kernels.backend import AttentionBackend, KVCache, allocate
+from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.spec import AttentionSpec
 
@@ -273,13 +274,14 @@ def _cache(
 ) -> tuple[KVCache, AttentionMetadata]:
     """A cache that holds every sequence in blocks that are not neighbours."""
     lens = [sum(n) for n in sequences]
-    counts = [-(-n // BLOCK_SIZE) for n in lens]
+    block = max(BLOCK_SIZE, CAPABILITIES[backend.name].block_size_multiple)
+    counts = [-(-n // block) for n in lens]
     free = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)) + 1).tolist()
     tables, start = [], 0
     for count in counts:
         tables.append(free[start : start + count])
         start += count
-    kv = allocate(backend, spec, sum(counts) + 1, BLOCK_SIZE, device, kv_dtype)
+    kv = allocate(backend, spec, sum(counts) + 1, block, device, kv_dtype)
     for tensor in kv.tensors:
         if tensor.dtype in (torch.int8, torch.float8_e4m3fn):
             # 56 is 1.0 in e4m3.
@@ -288,7 +290,7 @@ def _cache(
             tensor.fill_(0.02)
         else:
             tensor.normal_()
-    return kv, AttentionMetadata.build([n for _, n in sequences], lens, tables, BLOCK_SIZE, device=device)
+    return kv, AttentionMetadata.build([n for _, n in sequences], lens, tables, block, device=device)
 
 
 def _rows(

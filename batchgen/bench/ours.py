@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from batchgen.bench.gaps import idle_share
+from batchgen.bench.gaps import waiting_shares
 from batchgen.bench.kernels import ceilings
 from batchgen.bench.machine import product_rates, read_bandwidth
-from batchgen.bench.parts import ALL, DECODING, PROMPTS
 from batchgen.bench.passes import Pass, run_pass
 from batchgen.bench.peers import harness
 from batchgen.bench.shapes import ModelShapes, Need, Product, Work, generating, model_shapes, needed
-from batchgen.bench.utilisation import Limits, host_share, utilisation
+from batchgen.bench.utilisation import Limits, utilisation
 from batchgen.models import dummy
 from batchgen.models.dtypes import DTYPES
 from batchgen.scores import Scoring
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from batchgen.job.spec.job import JobSpec
 
 _GROUP = 32
-_LEAST_SHARE = 0.1
 _PINNED = ("dtype", "quantization", "kv_cache_dtype", "max_model_len")
 
 
@@ -249,26 +247,9 @@ class Ours:
         }
 
     def _host(self, passed: Pass) -> dict[str, float | None]:
-        """The share of time in which the device waits for the host: of all steps on a processor, on a GPU of
-        steps of the kinds that take most of the time."""
-        if self._core.runner.device.place.type == "cpu":
-            return {ALL: host_share(passed)}
-        found = {}
-        for kind in (PROMPTS, DECODING):
-            seconds = sum(step.seconds for step in passed.steps if step.kind == kind)
-            if seconds > _LEAST_SHARE * passed.seconds:
-                found[kind] = idle_share(self._core, self._others(), kind)
-        return found
-
-    def _others(self) -> list[Request]:
-        """The rows that generate once more, in other tokens, which are not in the cache."""
-        size, first = self._core.vocab_size, self._first_row
-        rows = [request for request in self._rows.requests if request.generates]
-        self._first_row += len(rows)
-        return [
-            Request(first + i, [(token + 1) % size for token in row.prompt_token_ids], row.sampling)
-            for i, row in enumerate(rows)
-        ]
+        requests, first = self._rows.requests, self._first_row
+        self._first_row += len(requests)
+        return waiting_shares(self._core, passed, requests, first)
 
     def _alone(self, done: list[tuple[Request, Output]], bandwidth: float) -> dict[str, Any] | None:
         """Of one row by itself: how fast its tokens came, and the memory read for each."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.bench.parts import HOST, INPUTS, SCHEDULER, STEP_KINDS
+from batchgen.bench.parts import STEP_KINDS
 from batchgen.bench.passes import Pass
 from batchgen.bench.shapes import ModelShapes
 from batchgen.bench.steps import Span, Step
@@ -130,10 +130,3 @@ def computed_flop(shapes: ModelShapes, steps: Iterable[Step], *, whole: bool) ->
             for part in span.needed:
                 flop += len(part) * shapes.last_flop + shapes.last_attention_flop(part.start, part.stop)
     return flop
-
-
-def host_share(done: Pass) -> float:
-    """Of a pass on a processor, the share of time in which nothing of the model is computed."""
-    inside = sum(done.parts.values())
-    own = sum(done.parts.get(part, 0.0) for part in (SCHEDULER, INPUTS, HOST))
-    return (own + max(0.0, done.seconds - inside)) / done.seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 from engine_harness import make_engine
 from tiny_models import save_tiny_llama
 
-from batchgen.bench.gaps import STEPS, busy_seconds, idle_share
-from batchgen.bench.parts import DECODING, MIXED, PROMPTS
-from batchgen.bench.passes import run_pass
+from batchgen.bench.gaps import STEPS, busy_seconds, host_share, idle_share, profiled, waiting_shares
+from batchgen.bench.parts import ALL, DECODING, HOST, INPUTS, MIXED, PROMPTS, SCHEDULER
+from batchgen.bench.passes import Pass, run_pass
 from batchgen.bench.steps import Span, Step
 from batchgen.scores import Scoring
 from batchgen.types import Request, SamplingParams, Task
@@ -159,3 +160,61 @@ def test_nothing_is_said_of_steps_that_there_are_not(folder: Path) -> None:
     assert idle_share(engine.core, requests(2, 20, 60, first=90), DECODING, watch) is None
     assert len(seen) == 1
     assert engine.core.num_unfinished == 0
+
+
+def test_the_hosts_share_of_a_processors_time() -> None:
+    parts = {SCHEDULER: 1.0, INPUTS: 0.5, HOST: 0.25, "qkv": 6.0, "sampling": 1.0}
+    assert host_share(Pass(seconds=10.0, parts=parts)) == pytest.approx((1.75 + 1.25) / 10)
+
+
+def test_the_device_waits_in_steps_of_each_kind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the rows that generate run again, in tokens that no cache has."""
+    core = make_engine(folder).core
+    rows = requests(2, 20, 3)
+    done = run_pass(core, rows)
+    assert waiting_shares(core, done, rows, 50) == {ALL: host_share(done)}
+    asked: list[tuple[str, list[Request]]] = []
+
+    def idle(_: object, given: list[Request], kind: str) -> float:
+        asked.append((kind, given))
+        return 0.25
+
+    monkeypatch.setattr("batchgen.bench.gaps.idle_share", idle)
+    monkeypatch.setattr(core.runner, "device", SimpleNamespace(place=torch.device("cuda")))
+    done.steps = [Step(step.spans, 1.0, 0) for step in done.steps]
+    done.seconds = 3.0
+    pooled = Request(9, [1, 2], SamplingParams(), task=Task.EMBED)
+    assert waiting_shares(core, done, [*rows, pooled], 50) == {PROMPTS: 0.25, DECODING: 0.25}
+    assert [(kind, [r.request_id for r in given]) for kind, given in asked] == [
+        (PROMPTS, [50, 51]),
+        (DECODING, [50, 51]),
+    ]
+    seen = {r.prompt_token_ids[0] for _, given in asked for r in given} | {
+        r.prompt_token_ids[0] for r in rows
+    }
+    assert len(seen) == 6
+    done.seconds = 15.0
+    assert waiting_shares(core, done, rows, 60) == {DECODING: 0.25}
+
+
+@pytest.mark.parametrize("fails", ["nothing", "start", "stop"])
+def test_a_gpus_own_record(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """Of what was done on the device, in seconds; a profiler that does not work ends nothing."""
+    calls: list[str] = []
+
+    def act(name: str) -> None:
+        calls.append(name)
+        if name == fails:
+            raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
+
+    device = torch.autograd.DeviceType  # type: ignore[attr-defined]
+    events = [
+        SimpleNamespace(device_type=kind, time_range=SimpleNamespace(start=2e6, end=5e6))
+        for kind in (device.CPU, device.CUDA)
+    ]
+    fake = SimpleNamespace(start=lambda: act("start"), stop=lambda: act("stop"), events=lambda: events)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: fake)
+    found = profiled(lambda: act("run"))
+    assert found == ([(2.0, 5.0)] if fails == "nothing" else [])
+    assert calls == (["start"] if fails == "start" else ["start", "run", "stop"])

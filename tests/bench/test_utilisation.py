@@ -11,11 +11,11 @@ from tiny_models import save_tiny_llama
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from batchgen.bench.parts import DECODING, HOST, INPUTS, MIXED, PROMPTS, SCHEDULER
-from batchgen.bench.passes import Pass, run_pass
+from batchgen.bench.parts import DECODING, MIXED, PROMPTS
+from batchgen.bench.passes import run_pass
 from batchgen.bench.shapes import ModelShapes, model_shapes
 from batchgen.bench.steps import Span, Step
-from batchgen.bench.utilisation import CacheReads, Limits, computed_flop, host_share, utilisation
+from batchgen.bench.utilisation import CacheReads, Limits, computed_flop, utilisation
 from batchgen.engine.build import Engine
 from batchgen.types import Request, SamplingParams
 
@@ -133,8 +133,3 @@ def test_a_model_whose_operations_are_not_counted(folder: Path) -> None:
     assert found["flop"] is found["flop_share"] is None
     assert found["kinds"][DECODING]["steps"] == 2
     assert found["kinds"][DECODING]["bytes"] is None
-
-
-def test_the_hosts_share_of_a_processors_time() -> None:
-    parts = {SCHEDULER: 1.0, INPUTS: 0.5, HOST: 0.25, "qkv": 6.0, "sampling": 1.0}
-    assert host_share(Pass(seconds=10.0, parts=parts)) == pytest.approx((1.75 + 1.25) / 10)

@@ -2,7 +2,8 @@
 
 It needs the source tree, torch, triton and transformers: no installation, network, weights or test tools.
 Each section is a process of its own with a time limit, so that one that fails, hangs or breaks the context of
-the GPU ends alone. OUT gets `report.json`, `report.md` and `log.txt`. The exit code is 1 if anything failed.
+the GPU ends alone. OUT gets `report.json` and `report.md`, written anew every two seconds, and in `sections`
+what each has printed. The exit code is 1 if anything failed; a target that is missed is no failure.
 `--dry` runs the same code on the processor with interpreted kernels and tiny sizes, where times mean nothing.
 """
 
@@ -10,21 +11,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
+import ctypes
 import importlib.metadata
 import importlib.util
 import itertools
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +39,14 @@ MODULES = (
 )
 """Of which the report says whether they are there."""
 TOTAL_SECONDS = 570
+"""Of all sections together; each has a limit besides."""
+LEAST_SECONDS = 10
+"""With less left a section is not begun."""
+REPORT_SECONDS = 2.0
+FAILED = 3
+"""Exit code of a section that has noted why it ended."""
+LAST_LINES = 40
+"""Of what a section has printed that died or was cut."""
 
 
 class Section(NamedTuple):
@@ -109,6 +119,7 @@ SECTIONS = (
     Section("engine: tokens", 110, _of_engine("tokens")),
     Section("jobs", 150, _of_speed("jobs")),
     Section("kernels: speed", 100, _of_speed("kernels")),
+    Section("kernels: flash-attn", 60, _of_kernels("flash")),
     Section("engine: memory", 45, _of_engine("memory")),
     Section("kernels: attention in bfloat16", 140, _attention("bfloat16"), beside=True),
     Section("kernels: attention in float16", 140, _attention("float16"), beside=True),
@@ -130,61 +141,150 @@ def main() -> int:
     given = parser.parse_args()
     if given.section is not None:
         return _run_section(given.section, given.out, given.dry)
-    given.out.mkdir(parents=True, exist_ok=True)
     chosen = [s for s in SECTIONS if not given.only or any(word in s.name for word in given.only)]
-    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="batchgen-gpu-check-") as scratch:
-        notes = list(_run_all(chosen, given, Path(scratch), began))
-    report = _report(notes, time.monotonic() - began, dry=given.dry)
-    (given.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = "\n".join(_markdown(report)) + "\n"
-    (given.out / "report.md").write_text(text)
-    print(text)
+        check = Check(given.out, chosen, Path(scratch), dry=given.dry)
+        # Whoever ends this ends the sections, and gets the report of what was found.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: check.stop())
+        report = check.run()
+    print((given.out / "report.md").read_text())
     return 1 if report["failed"] else 0
 
 
-def _run_all(
-    chosen: list[Section], given: argparse.Namespace, scratch: Path, began: float
-) -> Iterator[dict[str, Any]]:
-    """Run sections, groups of them one after the other; the notes of each, and how it ended."""
-    (given.out / "log.txt").write_text("")
-    for number, (_, group) in enumerate(itertools.groupby(chosen, key=lambda s: s.beside or s.name)):
-        sections = list(group)
-        left = TOTAL_SECONDS - (time.monotonic() - began)
-        # In a dry run all share the processor.
-        with ThreadPoolExecutor(1 if given.dry else len(sections)) as threads:
-            files = [scratch / f"{number}-{i}.jsonl" for i in range(len(sections))]
-            run = functools.partial(_run_one, dry=given.dry, left=left, scratch=scratch)
-            for section, file, ending in zip(sections, files, threads.map(run, sections, files), strict=True):
-                if file.exists():
-                    yield from (json.loads(line) for line in file.read_text().splitlines())
-                yield ending
-                with (given.out / "log.txt").open("ab") as log:
-                    log.write(f"\n===== {section.name}\n".encode())
-                    if file.with_suffix(".log").exists():
-                        log.write(file.with_suffix(".log").read_bytes())
+class Check:
+    """Runs sections and writes the report, again and again while they run: a check that is killed has told
+    what it knew.
+
+    Args:
+        out: folder of the report; `sections` in it gets what each has found and printed.
+        chosen: sections, in their order.
+        scratch: a folder for caches.
+        dry: whether it is only seen that they run.
+    """
+
+    def __init__(self, out: Path, chosen: list[Section], scratch: Path, *, dry: bool) -> None:
+        self._out, self._chosen, self._scratch, self._dry = out, chosen, scratch, dry
+        self._began = time.monotonic()
+        self._stopped = threading.Event()
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._endings: dict[str, dict[str, Any]] = {}
+        shutil.rmtree(out / "sections", ignore_errors=True)
+        (out / "sections").mkdir(parents=True)
+
+    def run(self) -> dict[str, Any]:
+        """Groups of sections one after the other; the report."""
+        for _, group in itertools.groupby(self._chosen, key=lambda s: s.beside or s.name):
+            sections = list(group)
+            # In a dry run all share the processor.
+            with ThreadPoolExecutor(1 if self._dry else len(sections)) as threads:
+                waited = [threads.submit(self._run_one, section) for section in sections]
+                while wait(waited, REPORT_SECONDS).not_done:
+                    self._write(ended=False)
+                for future in waited:
+                    future.result()
+        return self._write(ended=True)
+
+    def stop(self) -> None:
+        """End the sections that run, and begin no more."""
+        self._stopped.set()
+        for process in list(self._running.values()):
+            _kill(process)
+
+    def _run_one(self, section: Section) -> None:
+        self._endings[section.name] = _ending(section, **self._how_it_ended(section))
+
+    def _how_it_ended(self, section: Section) -> dict[str, Any]:
+        """Run one section in a process."""
+        left = TOTAL_SECONDS - (time.monotonic() - self._began)
+        seconds = 3600 if self._dry else min(section.seconds, left)
+        if self._stopped.is_set():
+            return {"kind": "skipped", "reason": "the check was stopped before"}
+        if seconds < LEAST_SECONDS:
+            return {"kind": "skipped", "reason": f"the {TOTAL_SECONDS} s of the whole were over"}
+        start = time.monotonic()
+        code = self._in_process(section, seconds)
+        took = f"{time.monotonic() - start:.0f} s"
+        if code == 0:
+            return {"kind": "check", "ok": True, "detail": took}
+        whose = "its limit" if seconds == section.seconds else f"what was left of {TOTAL_SECONDS} s"
+        detail = f"ended with {code} after {took}"
+        if code is None:
+            detail = f"cut after {took}, {whose}"
+        elif self._stopped.is_set():
+            detail = f"the check was stopped while it ran, after {took}"
+        if code == FAILED:
+            return {"kind": "check", "ok": False, "detail": detail}
+        said = self._file(section, "log").read_text(errors="replace").splitlines()[-LAST_LINES:]
+        return {"kind": "check", "ok": False, "detail": detail, "traceback": "\n".join(said)}
+
+    def _in_process(self, section: Section, seconds: float) -> int | None:
+        """The exit code; None if it took too long."""
+        command = [sys.executable, "-X", "faulthandler", str(Path(__file__))]
+        command += [str(self._file(section, "jsonl")), "--section", section.name]
+        with self._file(section, "log").open("wb") as stream:
+            process = subprocess.Popen(
+                [*command, *(["--dry"] if self._dry else [])],
+                env=_environment_of(self._scratch, seconds, dry=self._dry),
+                cwd=ROOT,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._running[section.name] = process
+            if self._stopped.is_set():
+                _kill(process)
+            try:
+                return process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                _kill(process)
+                process.wait()
+                del self._running[section.name]
+
+    def _file(self, section: Section, suffix: str) -> Path:
+        number = SECTIONS.index(section)
+        return (
+            self._out
+            / "sections"
+            / f"{number:02d}-{section.name.replace(': ', '-').replace(' ', '-')}.{suffix}"
+        )
+
+    def _write(self, *, ended: bool) -> dict[str, Any]:
+        """The report of what is known now."""
+        report = _report(list(self._notes()), time.monotonic() - self._began, dry=self._dry, ended=ended)
+        for name, text in (
+            ("report.json", json.dumps(report, indent=1)),
+            ("report.md", "\n".join(_markdown(report))),
+        ):
+            part = self._out / f"{name}.part"
+            part.write_text(text + "\n")
+            part.replace(self._out / name)
+        return report
+
+    def _notes(self) -> Iterator[dict[str, Any]]:
+        for section in self._chosen:
+            file = self._file(section, "jsonl")
+            for line in file.read_text().splitlines() if file.exists() else []:
+                # Of a section that is writing or was killed, the last line may be a part of one.
+                with contextlib.suppress(ValueError):
+                    yield json.loads(line)
+            if section.name in self._endings:
+                yield self._endings[section.name]
+            else:
+                begun = section.name in self._running
+                reason = "it has not ended" if begun else "it has not begun"
+                yield _ending(section, kind="skipped", reason=reason)
 
 
-def _run_one(section: Section, file: Path, *, dry: bool, left: float, scratch: Path) -> dict[str, Any]:
-    """Run one section in a process; how it ended."""
-    seconds = 3600 if dry else min(section.seconds, left)
-    if seconds < 10:
-        return _ending(section, "skipped", reason="the ten minutes are over")
-    start = time.monotonic()
-    ended = _in_process(section, file, dry, seconds, scratch)
-    took = f"{time.monotonic() - start:.0f} s"
-    if ended is None:
-        return _ending(section, "check", ok=False, detail=f"stopped after {took}, its limit; see log.txt")
-    detail = took if ended == 0 else f"ended with {ended} after {took}; see log.txt"
-    return _ending(section, "check", ok=ended == 0, detail=detail)
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
-def _ending(section: Section, kind: str, **more: Any) -> dict[str, Any]:
-    return {"section": section.name, "kind": kind, "name": "the section as a whole", **more}
-
-
-def _in_process(section: Section, file: Path, dry: bool, seconds: float, scratch: Path) -> int | None:
-    """The exit code; None if it took too long."""
+def _environment_of(scratch: Path, seconds: float, *, dry: bool) -> dict[str, str]:
+    """Of a section's process."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "BATCHGEN_CACHE": str(scratch / "cache"),
@@ -192,39 +292,18 @@ def _in_process(section: Section, file: Path, dry: bool, seconds: float, scratch
         "BATCHGEN_GPU_CHECK_SECONDS": str(seconds),
     }
     if dry:
-        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    else:
-        environment |= {"TRITON_CACHE_DIR": str(scratch / "triton")}
-    command = [
-        sys.executable,
-        "-X",
-        "faulthandler",
-        str(Path(__file__)),
-        str(file),
-        "--section",
-        section.name,
-    ]
-    with file.with_suffix(".log").open("wb") as stream:
-        process = subprocess.Popen(
-            [*command, *(["--dry"] if dry else [])],
-            env=environment,
-            cwd=ROOT,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        return environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return environment | {"TRITON_CACHE_DIR": str(scratch / "triton")}
+
+
+def _ending(section: Section, **how: Any) -> dict[str, Any]:
+    return {"section": section.name, "name": "the section as a whole", **how}
 
 
 def _run_section(name: str, file: Path, dry: bool) -> int:
-    """In the section's own process."""
+    """In the section's own process, which does not outlive the check."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     import numpy as np
     import torch
     from gpu_notes import Notes, Place
@@ -240,17 +319,17 @@ def _run_section(name: str, file: Path, dry: bool) -> int:
     try:
         section.run(notes, Place(dry), until)
     except Exception as error:
-        traceback.print_exc()
-        notes.check("runs to its end", False, f"{type(error).__name__}: {error}"[:800])
-        return 1
+        notes.crashed("runs to its end", error)
+        return FAILED
     return 0
 
 
-def _report(notes: list[dict[str, Any]], seconds: float, *, dry: bool) -> dict[str, Any]:
+def _report(notes: list[dict[str, Any]], seconds: float, *, dry: bool, ended: bool) -> dict[str, Any]:
     kinds = {kind: [n for n in notes if n["kind"] == kind] for kind in ("check", "figure", "skipped", "fact")}
     return {
         "format": 1,
         "dry": dry,
+        "ended": ended,
         "seconds": seconds,
         "failed": [n for n in kinds["check"] if not n["ok"]],
         "passed": [n for n in kinds["check"] if n["ok"]],
@@ -263,30 +342,45 @@ def _report(notes: list[dict[str, Any]], seconds: float, *, dry: bool) -> dict[s
 def _markdown(report: dict[str, Any]) -> Iterator[str]:
     facts = {fact["name"]: fact["value"] for fact in report["facts"]}
     yield f"# batchgen on {facts.get('gpu', 'an unknown GPU')}"
+    if not report["ended"]:
+        yield "\n**The check has not ended.**"
     yield ""
     yield ", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str | int))
     yield ""
     missing = ", ".join(facts.get("missing", [])) or "nothing"
     yield f"Not installed: {missing}. It took {report['seconds']:.0f} s."
+    wanted = [figure for figure in report["figures"] if figure["met"] is not None]
+    met = sum(figure["met"] for figure in wanted)
     failed, passed, left_out = (len(report[key]) for key in ("failed", "passed", "not_run"))
-    yield f"\n## {failed} failed, {passed} passed, {left_out} not run\n"
-    yield "| | section | what | |\n|---|---|---|---|"
+    yield f"\n## {failed} failed, {passed} passed, {left_out} could not run"
+    yield f"\n{met} of {len(wanted)} targets met\n"
+    yield from _table(wanted)
+    yield "\n| | section | what | |\n|---|---|---|---|"
     for word, notes in (
         ("FAILED", report["failed"]),
-        ("not run", report["not_run"]),
+        ("could not run", report["not_run"]),
         ("ok", report["passed"]),
     ):
         for note in notes:
             detail = (note.get("detail") or note.get("reason") or "").replace("|", "/").replace("\n", " ")
             yield f"| {word} | {note['section']} | {note['name']} | {detail} |"
-    yield "\n## Figures\n\n| section | what | value | target |\n|---|---|---|---|"
-    for figure in report["figures"]:
-        target = figure["target"]
-        met = "" if target is None else f"{target:g}: {'met' if figure['value'] >= target else 'MISSED'}"
-        yield f"| {figure['section']} | {figure['name']} | {figure['value']:,.4g} {figure['unit']} | {met} |"
-    for name in ("engine", "kernels"):
+    yield "\n## All figures\n"
+    yield from _table(report["figures"])
+    for name in ("engine", "jobs", "kernels"):
         if name in facts:
             yield from (f"\n## {name.title()}\n", "```", *facts[name], "```")
+    for note in report["failed"]:
+        if note.get("traceback"):
+            yield from (f"\n## {note['section']}: {note['name']}\n", "```", note["traceback"], "```")
+
+
+def _table(figures: list[dict[str, Any]]) -> Iterator[str]:
+    yield "| section | what | value | target | |\n|---|---|---|---|---|"
+    for figure in figures:
+        bounds = [f"{word} {figure[word]:g}" for word in ("least", "most") if figure[word] is not None]
+        met = "" if figure["met"] is None else "met" if figure["met"] else "MISSED"
+        value = f"{figure['value']:,.4g} {figure['unit']}"
+        yield f"| {figure['section']} | {figure['name']} | {value} | {', '.join(bounds)} | {met} |"
 
 
 if __name__ == "__main__":

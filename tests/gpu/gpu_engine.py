@@ -47,7 +47,7 @@ def tokens(notes: Notes, place: Place) -> None:
             same = sum(a == b for a, b in zip(got, want, strict=True))
             notes.check(f"tokens of {name} in float32", got == want, f"{same} of {len(want)} rows equal")
         except Exception as error:
-            notes.check(f"tokens of {name} in float32", False, f"{type(error).__name__}: {error}"[:600])
+            notes.crashed(f"tokens of {name} in float32", error)
         _forget(place)
 
 
@@ -65,9 +65,7 @@ def errors(notes: Notes, place: Place) -> None:
             _forget(place)
             _compare(notes, place, name, path, prompts, outputs)
         except Exception as error:
-            notes.check(
-                f"logprobs of {name} in {place.half}", False, f"{type(error).__name__}: {error}"[:600]
-            )
+            notes.crashed(f"logprobs of {name} in {place.half}", error)
         _forget(place)
 
 

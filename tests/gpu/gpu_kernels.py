@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -10,9 +11,13 @@ from typing import Any
 import torch
 from gpu_notes import Notes, Place
 
-from batchgen_kernels import AttentionMetadata, AttentionSpec
+from batchgen.bench.kernel_cases import DEVICE_SIZES, attention_cases, layer_of
+from batchgen.bench.kernels import ceilings, measure
+from batchgen.models.loader import load_config
+from batchgen.models.source import find_model
+from batchgen_kernels import AttentionMetadata, AttentionSpec, select
 from batchgen_kernels import layer_reference as reference
-from batchgen_kernels.backend import allocate
+from batchgen_kernels.backend import AttentionBackend, allocate
 from batchgen_kernels.capability import CAPABILITIES, KV_DTYPES
 from batchgen_kernels.reference import ReferenceBackend
 from batchgen_kernels.triton_kernels import TritonBackend, layers
@@ -63,6 +68,59 @@ def attention(notes: Notes, place: Place, name: str, until: float) -> None:
     for kind, share in worst.items():
         notes.check(f"attention in {kind}", share <= 1, f"largest difference is {share:.2f} of the limit")
     notes.figure("shapes of attention tried", done, "")
+
+
+def flash(notes: Notes, place: Place) -> None:
+    """The kernels of flash-attn where they are installed: as the reference, and how fast beside ours."""
+    for name in ("flash_attn", "flash_attn_3"):
+        refusal = CAPABILITIES[name].absence(place.device)
+        if refusal is not None:
+            notes.skip(name, refusal)
+            continue
+        try:
+            backend = select(name, _spec(32, 8, 128, 128), place.device, torch.bfloat16).backend
+            flash_parity(notes, place, backend)
+            _flash_speed(notes, place, backend)
+        except Exception as error:
+            notes.crashed(name, error)
+
+
+def flash_parity(notes: Notes, place: Place, backend: AttentionBackend) -> None:
+    """One of them against the reference, over the layers and steps that our own are tried with."""
+    block = max(16, CAPABILITIES[backend.name].block_size_multiple)
+    for dtype in (torch.bfloat16, torch.float16):
+        worst, done = 0.0, 0
+        for layer, given in LAYERS.items():
+            more = dict(given)
+            heads, width = more.pop("heads"), more.pop("width")
+            spec = _spec(*heads, width, more.pop("v_width", width), **more)
+            refusal = backend.supports(spec, place.device, dtype, dtype)
+            if refusal is not None:
+                notes.skip(f"{backend.name} of {layer} in {_short(dtype)}", refusal)
+                continue
+            for sequences in STEPS[: 1 if place.dry else None]:
+                off, limit = _attend_both(
+                    backend, ReferenceBackend(), spec, dtype, dtype, sequences, block, place.device
+                )
+                worst, done = max(worst, off / limit), done + 1
+        text = f"largest difference is {worst:.2f} of the limit, in {done} steps"
+        notes.check(f"{backend.name} in {_short(dtype)}", done > 0 and worst <= 1, text)
+
+
+def _flash_speed(notes: Notes, place: Place, backend: AttentionBackend) -> None:
+    layer = layer_of(load_config(find_model("dummy:llama-3.1-8b").tokenizer_folder()))
+    limits = ceilings(place.device, torch.bfloat16)
+    sizes = dataclasses.replace(DEVICE_SIZES, rows=(), kv_dtypes=())
+    found = {
+        one.name: measure(
+            attention_cases(one, layer, sizes, place.device, torch.bfloat16), limits, place.device
+        )
+        for one in (backend, TritonBackend())
+    }
+    for theirs, ours in zip(*found.values(), strict=True):
+        name = f"{theirs.kernel} {theirs.shape}: time of ours, of {backend.name}'s"
+        notes.figure(name, ours.seconds / theirs.seconds, "x")
+        notes.figure(f"{theirs.kernel} {theirs.shape}: {backend.name}, of the limit", 100 * theirs.share, "%")
 
 
 def sampling(notes: Notes, place: Place) -> None:
@@ -145,7 +203,7 @@ def _rotation(worst: dict[str, float], place: Place, dtype: torch.dtype, draw: C
 
 
 def _attend_both(
-    backend: TritonBackend,
+    backend: AttentionBackend,
     truth: ReferenceBackend,
     spec: AttentionSpec,
     dtype: torch.dtype,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ DRY = {
     "max_num_seqs": 8,
     "kv_cache_memory": 1 << 22,
 }
+_MOST = 6000
+"""Characters of a traceback, its end."""
 CHECK, FIGURE, SKIPPED = "check", "figure", "skipped"
 
 
@@ -28,9 +33,28 @@ class Notes:
         """Something that must hold."""
         self._write(CHECK, name, ok=bool(ok), detail=detail)
 
-    def figure(self, name: str, value: float, unit: str, target: float | None = None) -> None:
-        """Something measured; `target` is the least that is wanted."""
-        self._write(FIGURE, name, value=float(value), unit=unit, target=target)
+    def crashed(self, name: str, error: Exception) -> None:
+        """Something that must hold, and of which an exception is all that is known."""
+        detail = f"{type(error).__name__}: {error}"[:600]
+        self._write(CHECK, name, ok=False, detail=detail, traceback=traceback.format_exc()[-_MOST:])
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """A part of a section that ends alone: what it raises is noted, and the section goes on."""
+        try:
+            yield
+        except Exception as error:
+            self.crashed(name, error)
+
+    def figure(
+        self, name: str, value: float, unit: str, *, least: float | None = None, most: float | None = None
+    ) -> None:
+        """Something measured, and the least or the most that is wanted."""
+        value = float(value)
+        met = None
+        if least is not None or most is not None:
+            met = (least is None or value >= least) and (most is None or value <= most)
+        self._write(FIGURE, name, value=value, unit=unit, least=least, most=most, met=met)
 
     def skip(self, name: str, reason: str) -> None:
         """Something that could not be run here."""
@@ -44,8 +68,10 @@ class Notes:
         line = {"section": self.section, "kind": kind, "name": name, "at": time.time(), **more}
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        shown = {k: v for k, v in more.items() if kind != "fact"}
+        shown = {k: v for k, v in more.items() if kind != "fact" and k != "traceback"}
         print(f"[{self.section}] {kind} {name}: {shown}", flush=True)
+        if "traceback" in more:
+            print(more["traceback"], flush=True)
 
 
 @dataclass(frozen=True)
