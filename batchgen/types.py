@@ -355,6 +355,11 @@ class Request:
             return min(last, self.num_read)
         return last
 
+    @property
+    def is_read(self) -> bool:
+        """Whether any position is read for a task."""
+        return self.scoring is not None or self.pooling is not None
+
     def reads(self, start: int, stop: int) -> range:
         """Positions from `start` to `stop` (exclusive), computed in one step, that are read for a task."""
         if self.scoring is not None:
@@ -367,6 +372,11 @@ class Request:
         if not self.generates:
             return len(self.prompt_token_ids)
         return len(self.prompt_token_ids) + max(self.sampling.max_tokens, len(self.output_token_ids) + 1) - 1
+
+    def token(self, position: int) -> int:
+        """Token id of a position over prompt and output."""
+        n = len(self.prompt_token_ids)
+        return self.prompt_token_ids[position] if position < n else self.output_token_ids[position - n]
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids of positions `start` to `stop` (exclusive) over prompt and output."""

@@ -5,6 +5,7 @@ Used by `KVCacheManager`.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import chain
 
@@ -134,6 +135,6 @@ class KVCacheCoordinator:
         tails = (manager.fork(parent_id, child_id, num_computed_tokens) for manager in self.managers)
         return [tail for tail in tails if tail is not None]
 
-    def block_ids(self, request_id: int) -> list[list[int]]:
+    def block_ids(self, request_id: int) -> list[array[int]]:
         """Live block ids of a request, per group."""
         return [manager.tables[request_id].ids for manager in self.managers]

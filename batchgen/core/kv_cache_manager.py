@@ -5,6 +5,7 @@ Lookups change nothing; `allocate_slots` either does all of its work or returns 
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -175,8 +176,8 @@ class KVCacheManager:
 
         return [other for other in self.requests.values() if other is not request and depends(other)]
 
-    def block_ids(self, request: Request) -> list[list[int]]:
-        """Block ids per group; live lists that the next call may change in place."""
+    def block_ids(self, request: Request) -> list[array[int]]:
+        """Block ids per group; live arrays that the next call may change in place."""
         return self.coordinator.block_ids(request.request_id)
 
     def num_slack_tokens(self, request: Request) -> int:

@@ -8,7 +8,7 @@ step, `rollback()` takes it back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from batchgen.core.block import KVCacheBlock
@@ -57,7 +57,7 @@ class ScheduledRequest:
     Args:
         samples: the last known token of a request that generates is among them, so a token is sampled
             after it.
-        block_ids: per group, the blocks of positions 0 to `start + num_tokens`; live lists, valid until
+        block_ids: per group, the blocks of positions 0 to `start + num_tokens`; live arrays, valid until
             the scheduler is called again, not to be changed.
     """
 
@@ -65,7 +65,7 @@ class ScheduledRequest:
     start: int
     num_tokens: int
     samples: bool
-    block_ids: list[list[int]]
+    block_ids: Sequence[Sequence[int]]
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ no longer need, and how many blocks a sequence can hold at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -20,12 +21,12 @@ from batchgen.core.kv_spec import KVCacheGroup
 class BlockTable:
     """Blocks of one request, one per `block_size` positions from position 0.
 
-    `ids` repeats the block ids for the engine, kept up to date in place so that no step copies it.
+    `ids` repeats the block ids for the engine, kept up to date in place, as int32 that a step copies whole.
     The first `num_null` blocks are the null block, the first `num_registered` have had their name set.
     """
 
     blocks: list[KVCacheBlock] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
+    ids: array[int] = field(default_factory=lambda: array("i"))
     num_null: int = 0
     num_registered: int = 0
 
@@ -160,14 +161,16 @@ class SingleTypeKVCacheManager(ABC):
         self.pool.touch(source.blocks)
         num_registered = min(source.num_registered, num_computed_tokens // self.block_size)
         self.tables[child_id] = BlockTable(
-            list(source.blocks), list(source.ids), source.num_null, num_registered
+            list(source.blocks), source.ids[:], source.num_null, num_registered
         )
         return self.shared_tail(child_id, num_computed_tokens)
 
     def check(self, request_id: int, hashes: Sequence[BlockHash]) -> None:
         """Assert that a table's parts agree and its named blocks are those of the request's tokens."""
         table = self.tables[request_id]
-        assert table.ids == [block.block_id for block in table.blocks], f"request {request_id}: stale ids"
+        assert list(table.ids) == [block.block_id for block in table.blocks], (
+            f"request {request_id}: stale ids"
+        )
         for i, block in enumerate(table.blocks):
             assert block.is_null == (i < table.num_null), f"request {request_id}: null block at {i}"
             if table.num_null <= i < table.num_registered:

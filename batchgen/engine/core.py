@@ -288,6 +288,10 @@ class EngineCore:
         rows = [self._sampling_row(r, r.sample + i) for r in requests for i in range(1 + r.num_forks)]
         forked = source if len(source) > len(requests) else None
         tokens = draw(logits, rows, self.runner.transfer, forked).result()
+        if forked is None and all(row.sampling.logprobs is None for row in rows):
+            alone = [(r, t) for r, t in zip(requests, tokens, strict=True) if t is not None]
+            bad += [(r, r.num_tokens) for r, t in zip(requests, tokens, strict=True) if t is None]
+            return _Computed([(r, [(t, None)]) for r, t in alone], readings, bad)
         scores = iter(self._scores_on_device(logits, source, rows, tokens))
         found = zip(tokens, scores, strict=True)
         computed = []
@@ -424,10 +428,10 @@ class EngineCore:
             live.append(token, scores)
         if request.num_forks:
             self._fork(row, tokens)
-        for live in mine:
-            if live.finish is not None:
-                self.scheduler.finish(live.request.request_id)
-        if not row.unfinished:
+        ended = [live for live in mine if live.finish is not None]
+        for live in ended:
+            self.scheduler.finish(live.request.request_id)
+        if ended and not row.unfinished:
             yield self._ended(row)
 
     def _fork(self, row: LiveRow, tokens: list[int]) -> None:

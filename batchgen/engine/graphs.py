@@ -24,7 +24,7 @@ from batchgen.engine.capture import Capture, Launch
 from batchgen.engine.device import DeviceMemory
 from batchgen.engine.inputs import PackedStep, round_up
 from batchgen.engine.transfer import Array, Transfer, size
-from batchgen_kernels.metadata import AttentionMetadata, NeededRows
+from batchgen_kernels.metadata import AttentionMetadata, NeededRows, write_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,11 @@ class StepGraphs:
         self._transfer = transfer
         sizes = shape.sizes
         self._largest = sizes[0]
-        self._inputs = torch.empty(size(self._arrays([], sizes[0])), dtype=torch.uint8, device=transfer.place)
+        self._inputs = torch.empty(
+            size(self._arrays([], sizes[0], [np.zeros((1, 1), np.int32)] * shape.groups)),
+            dtype=torch.uint8,
+            device=transfer.place,
+        )
         self._tables = [self._whole(sizes[0], shape.blocks) for _ in range(shape.groups)]
         # What a captured step reads lies in memory that is kept: it has addresses, and holds nothing.
         self._starts = torch.arange(sizes[0] + 1, dtype=torch.int32, device=transfer.place)
@@ -122,7 +126,9 @@ class StepGraphs:
         """
         longest = self._shape.blocks * self._shape.block_size
         return 0 < len(output.scheduled) == output.total_tokens <= self._largest and all(
-            s.samples and s.start < longest and not s.request.reads(s.start, s.start + 1)
+            s.samples
+            and s.start < longest
+            and not (s.request.is_read and s.request.reads(s.start, s.start + 1))
             for s in output.scheduled
         )
 
@@ -179,30 +185,31 @@ class StepGraphs:
         tables = [self._table(scheduled, group, rows) for group in range(self._shape.groups)]
         for whole, table in zip(self._tables, self._transfer(tables), strict=True):
             whole[:rows, : table.shape[1]].copy_(table)
-        return self._transfer(self._arrays(scheduled, rows), self._inputs)
+        return self._transfer(self._arrays(scheduled, rows, tables), self._inputs)
 
     def _table(self, scheduled: Sequence[ScheduledRequest], group: int, rows: int) -> npt.NDArray[np.int32]:
         """Blocks of one group, those of rows that are too many the null block."""
         block_size = self._shape.block_size
         counts = [s.start // block_size + 1 for s in scheduled]
         table = np.zeros((rows, max(counts, default=1)), dtype=np.int32)
-        for row, s, count in zip(table, scheduled, counts, strict=False):
-            row[:count] = s.block_ids[group][:count]
+        write_tables(table, [s.block_ids[group] for s in scheduled], counts)
         return table
 
-    def _arrays(self, scheduled: Sequence[ScheduledRequest], rows: int) -> list[Array]:
+    def _arrays(
+        self, scheduled: Sequence[ScheduledRequest], rows: int, tables: Sequence[npt.NDArray[np.int32]]
+    ) -> list[Array]:
         """Ids, positions, lengths, and of each group where keys and values go."""
         count, block_size = len(scheduled), self._shape.block_size
         ids, positions = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
         lens = np.ones(rows, dtype=np.int32)
-        ids[:count] = [s.request.tokens(s.start, s.start + 1)[0] for s in scheduled]
+        ids[:count] = [s.request.token(s.start) for s in scheduled]
         positions[:count] = [s.start for s in scheduled]
         lens[:count] = positions[:count] + 1
         arrays: list[Array] = [ids, positions, lens]
-        for group in range(self._shape.groups):
+        blocks, places = np.divmod(positions[:count], block_size)
+        for table in tables:
             slots = np.full(rows, -1, dtype=np.int64)
-            blocks = [s.block_ids[group][s.start // block_size] for s in scheduled]
-            slots[:count] = np.array(blocks, dtype=np.int64) * block_size + positions[:count] % block_size
+            slots[:count] = table[np.arange(count), blocks].astype(np.int64) * block_size + places
             arrays.append(slots)
         return arrays
 

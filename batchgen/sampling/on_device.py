@@ -20,7 +20,7 @@ from batchgen.sampling.edits import Edits, Transfer
 from batchgen.sampling.noise import uniform
 from batchgen.sampling.operations import Custom
 from batchgen.sampling.sampler import SamplingRow, finite_rows, none_left, sample
-from batchgen.types import RowError
+from batchgen.types import RowError, SamplingParams
 
 _NONFINITE, _NONE_LEFT = -1, -2
 _AT_ONCE = 2**23
@@ -44,8 +44,11 @@ class Drawn:
 
     def result(self) -> list[int | RowError | None]:
         """R token ids, or why a row has none; None where its logits are not finite. Waits for the device."""
+        tokens: list[int] = self.tokens.tolist()
+        if not self.chosen and min(tokens, default=0) >= 0:
+            return [*tokens]
         found: list[int | RowError | None] = []
-        for i, (row, token) in enumerate(zip(self.rows, self.tokens.tolist(), strict=True)):
+        for i, (row, token) in enumerate(zip(self.rows, tokens, strict=True)):
             if i in self.chosen:
                 found.append(self.chosen[i])
             elif token == _NONE_LEFT:
@@ -115,12 +118,27 @@ def _drawn_by_kernel(
 ) -> torch.Tensor:
     from batchgen_kernels.triton_kernels import sampling
 
-    every = [(row, row.sampling) for row in rows]
-    numbers = [(s.seed, row.row, row.sample, row.position, s.top_k) for row, s in every]
-    floats = np.array([(0.0, s.min_p, s.top_p) for _, s in every])
-    floats[random, 0] = [rows[i].sampling.temperature for i in random]
-    tensors = transfer([places, np.array(numbers, dtype=np.int64), floats])
+    kinds, kind_of = _kinds(rows)
+    numbers = np.empty((len(rows), 5), dtype=np.int64)
+    numbers[:, [0, 4]] = np.array([(s.seed, s.top_k) for s in kinds], dtype=np.int64)[kind_of]
+    for column, values in (
+        (1, [row.row for row in rows]),
+        (2, [row.sample for row in rows]),
+        (3, [row.position for row in rows]),
+    ):
+        numbers[:, column] = values
+    floats = np.array([(0.0, s.min_p, s.top_p) for s in kinds])[kind_of]
+    floats[random, 0] = np.array([s.temperature for s in kinds])[kind_of[random]]
+    tensors = transfer([places, numbers, floats])
     return sampling.draw(logits, *tensors, barred=barred)
+
+
+def _kinds(rows: Sequence[SamplingRow]) -> tuple[list[SamplingParams], npt.NDArray[np.int64]]:
+    """Sampling parameters, which most rows share, and `(R,)` which of them each row has."""
+    # Looked up by identity: comparing them would take longer than to draw.
+    kinds = {id(row.sampling): row.sampling for row in rows}
+    numbers = {identity: number for number, identity in enumerate(kinds)}
+    return list(kinds.values()), np.array([numbers[id(row.sampling)] for row in rows], dtype=np.int64)
 
 
 def _drawn_by_torch(
@@ -147,8 +165,11 @@ def _by_need(rows: Sequence[SamplingRow]) -> tuple[list[int], list[int], list[in
     edited: list[int] = []
     own: list[int] = []
     for i, row in enumerate(rows):
+        if not row.operations:
+            plain.append(i)
+            continue
         of_caller = any(isinstance(operation, Custom) for operation in row.operations)
-        (own if of_caller else edited if row.operations else plain).append(i)
+        (own if of_caller else edited).append(i)
     return plain, edited, own
 
 

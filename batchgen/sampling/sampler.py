@@ -8,7 +8,7 @@ mates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ from batchgen.sampling.operations import Operation
 from batchgen.types import ErrorClass, RowError, RowFailure, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """What the sampler needs to know about one row of logits.
 
     `row` and `sample` tell whose token it is, `position` is its index over prompt and output; `operations`

@@ -6,6 +6,7 @@ Built by the model runner once a step and group of layers; every layer of the gr
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -117,8 +118,7 @@ class PackedSequences:
         starts = np.concatenate([[0], np.cumsum(query_lens, dtype=np.int64)])
         num_tokens = int(starts[-1])
         table = np.zeros((len(seq_lens), max(map(len, block_tables), default=0)), dtype=np.int32)
-        for row, blocks in zip(table, block_tables, strict=True):
-            row[: len(blocks)] = blocks
+        write_tables(table, block_tables, list(map(len, block_tables)))
         seq = np.repeat(np.arange(len(seq_lens)), query_lens)
         position = np.arange(num_tokens) + (np.asarray(seq_lens, np.int64) - starts[1:])[seq]
         slots = np.full(num_tokens if num_rows is None else num_rows, -1, dtype=np.int64)
@@ -200,6 +200,23 @@ class NeededRows:
 
     on_host: npt.NDArray[np.int64]
     apart: RowsApart | None = None
+
+
+def write_tables(
+    table: npt.NDArray[np.int32], block_tables: Sequence[Sequence[int]], counts: Sequence[int]
+) -> None:
+    """Write the first of the blocks of each sequence to its row; arrays of int32 as they lie in memory.
+
+    Args:
+        table: [S or more, B], without gaps.
+        block_tables: of S sequences.
+        counts: [S], how many of each; at most B.
+    """
+    flat, width, start = table.reshape(-1).data, table.shape[1], 0
+    for blocks, count in zip(block_tables, counts, strict=True):
+        ids = blocks if isinstance(blocks, array) else array("i", blocks)
+        flat[start : start + count] = ids if len(ids) == count else ids[:count]
+        start += width
 
 
 def runs_of(

@@ -94,7 +94,7 @@ def test_equal_prefixes_admitted_in_one_step_are_computed_once():
         scheduler.add(row(i, [*range(8), 100 + i]))
     output = scheduler.schedule()
     assert shape(output) == [(0, 0, 9, True), (1, 8, 1, True), (2, 8, 1, True)]
-    assert [s.block_ids[0][:2] for s in output.scheduled] == [[1, 2]] * 3
+    assert [list(s.block_ids[0][:2]) for s in output.scheduled] == [[1, 2]] * 3
     assert scheduler.stats.prompt_tokens == 27
     assert scheduler.stats.cached_tokens == 16
     assert [s.request.num_cached_tokens for s in output.scheduled] == [0, 8, 8]
@@ -453,7 +453,7 @@ def test_a_fork_shares_everything_and_copies_its_partial_block_before_writing():
     assert scheduler.manager.num_reserved == 1
     output = scheduler.schedule()
     assert shape(output) == [(0, 6, 1, True), (1, 6, 1, True)]
-    assert [s.block_ids for s in output.scheduled] == [[[1, 3]], [[1, 2]]]
+    assert [list(s.block_ids[0]) for s in output.scheduled] == [[1, 3], [1, 2]]
     assert output.copies == [(2, 3)]
     assert scheduler.manager.num_reserved == 0
 

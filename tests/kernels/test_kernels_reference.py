@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchgen_kernels import AttentionMetadata, AttentionSpec
 from batchgen_kernels.backend import allocate
+from batchgen_kernels.metadata import write_tables
 from batchgen_kernels.reference import ReferenceBackend
 
 CPU = torch.device("cpu")
@@ -69,3 +75,15 @@ def _pack(parts: list[torch.Tensor], rows: int) -> torch.Tensor:
         if rows > len(packed)
         else packed
     )
+
+
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=9), max_size=6), st.data())
+def test_block_tables_are_written_as_they_are(tables: list[list[int]], data: st.DataObject) -> None:
+    counts = [data.draw(st.integers(0, len(ids))) for ids in tables]
+    got = np.full((len(tables) + 1, max(counts, default=0) + 1), -1, dtype=np.int32)
+    want = got.copy()
+    for row, ids, count in zip(want, tables, counts, strict=False):
+        row[:count] = ids[:count]
+    given_ids = [array("i", ids) if i % 2 else ids for i, ids in enumerate(tables)]
+    write_tables(got, given_ids, counts)
+    assert (got == want).all()

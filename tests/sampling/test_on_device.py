@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +59,7 @@ def test_pieces_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = settings()
     given = logits(2 * len(kinds))
     rows = rows_of(kinds * 2)
-    rows[3::5] = [replace(row, operations=MORE, history=TokenHistory([1, 2], [3])) for row in rows[3::5]]
+    rows[3::5] = [row._replace(operations=MORE, history=TokenHistory([1, 2], [3])) for row in rows[3::5]]
     whole = draw(given, rows, transfer).result()
     monkeypatch.setattr(on_device, "_AT_ONCE", 5 * WIDTH)
     assert draw(given, rows, transfer).result() == whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -116,7 +115,7 @@ def test_the_engine_s_draw_is_the_kernel_s(monkeypatch: pytest.MonkeyPatch) -> N
         7: [AllowedTokens([5]), barred],
     }
     for i, operations in of_rows.items():
-        rows[i] = replace(rows[i], operations=tuple(operations), history=TokenHistory([1], []))
+        rows[i] = rows[i]._replace(operations=tuple(operations), history=TokenHistory([1], []))
     with quiet():
         drawn = on_device.draw(logits, rows, lambda arrays: [torch.from_numpy(a) for a in arrays])
     well = [0, 1, 2, 4, 5, 7]
