@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from batchgen.bench.parts import ALL, DECODING, HOST, INPUTS, PROMPTS, SCHEDULER
+from batchgen.bench.parts import ALL, DECODING, HOST, INPUTS, MIXED, PROMPTS, SCHEDULER
 from batchgen.bench.passes import Pass, admit
 from batchgen.bench.steps import Step, recorded
 from batchgen.engine.core import EngineCore
 from batchgen.types import Output, Request
 
-STEPS = 12
-_WARMUP = 3
+STEPS = {PROMPTS: 6, MIXED: 6, DECODING: 12}
+"""That are timed, and then watched."""
+_WARMUP = 2
 _LEAST_SHARE = 0.1
 _PAUSE = 4e-6
 """Seconds between two kernels up to which the device itself is changing from one to the next."""
@@ -74,7 +75,7 @@ def idle_share(
 ) -> float | None:
     """The share of a step in which the device does nothing.
 
-    A dozen steps in a row are timed, and as many behind them are watched: watching slows the host down, not
+    Some steps in a row are timed, and as many behind them are watched: watching slows the host down, not
     the device. Requests that are not through then are dropped.
 
     Args:
@@ -87,7 +88,7 @@ def idle_share(
     Returns:
         0 to 1; None where there are no such steps in a row, or nothing was seen of the device.
     """
-    waiting, outputs = iter(requests), dict[int, Output]()
+    waiting, outputs, count = iter(requests), dict[int, Output](), STEPS[kind]
     try:
         with recorded(core) as executed:
 
@@ -99,18 +100,18 @@ def idle_share(
                 return Step(after[-1], seconds, 0) if len(after) > before else None
 
             times: list[float] = []
-            while len(times) < _WARMUP + STEPS:
+            while len(times) < _WARMUP + count:
                 now = step()
                 if now is None:
                     return None
                 times = [*times, now.seconds] if now.kind == kind else []
             watched: list[Step | None] = []
-            spans = (watch or profiled)(lambda: watched.extend(step() for _ in range(STEPS)))
+            spans = (watch or profiled)(lambda: watched.extend(step() for _ in range(count)))
     finally:
         core.abort_all()
     if not spans or any(one is None or one.kind != kind for one in watched):
         return None
-    return max(0.0, 1 - busy_seconds(spans) / STEPS / statistics.fmean(times[_WARMUP:]))
+    return max(0.0, 1 - busy_seconds(spans) / count / statistics.fmean(times[_WARMUP:]))
 
 
 def busy_seconds(spans: Spans) -> float:

@@ -23,11 +23,11 @@ from batchgen.bench.kernel_cases import (
     sampling_cases,
     triton_layer_cases,
 )
-from batchgen.bench.stopwatch import Stopwatch
+from batchgen.bench.stopwatch import Stopwatch, room
 from batchgen_kernels import select
 
 FORMAT = 1
-_COPIED = 1 << 30
+_COPIED = {"cpu": 1 << 28, "cuda": 1 << 30}
 _SIDE = {"cpu": 1024, "cuda": 8192}
 _DEFAULTS = {"cpu": ("dummy:smollm2-135m", torch.float32), "cuda": ("dummy:llama-3.1-8b", torch.bfloat16)}
 
@@ -94,13 +94,12 @@ def measured_here(model: str | None, tell: Callable[[str], None]) -> dict[str, A
 def ceilings(device: torch.device, dtype: torch.dtype, *, quick: bool = False) -> Ceilings:
     """Measure a device; `quick` sees only whether it runs."""
     watch = Stopwatch(device, quick=quick)
-    size, side = (1 << 16, 64) if quick else (_COPIED, _SIDE[device.type])
-    if device.type == "cpu":
-        size = min(size, 1 << 28)
+    copied = room(device, _COPIED[device.type])
+    size, side = (1 << 16, 64) if quick else (copied, _SIDE[device.type])
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copying = watch.median(lambda: target.copy_(source))
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
     multiplying = watch.median(lambda: a @ b)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "processor"
     return Ceilings(name, str(dtype).removeprefix("torch."), 2 * size / copying, 2 * side**3 / multiplying)

@@ -64,8 +64,8 @@ def product_rates(
 
 
 def _on_device(product: Product, rows: int, device: torch.device, dtype: torch.dtype) -> ProductRate:
-    weight = torch.randn(product.out_features, product.in_features, device=device).to(dtype)
-    x = torch.randn(rows, product.in_features, device=device).to(dtype)
+    weight = torch.randn(product.out_features, product.in_features, dtype=dtype, device=device)
+    x = torch.randn(rows, product.in_features, dtype=dtype, device=device)
     seconds = Stopwatch(device).median(lambda: F.linear(x, weight))
     return ProductRate(product, rows, None, product.flop * rows / 1e9 / seconds)
 

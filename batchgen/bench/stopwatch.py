@@ -29,7 +29,7 @@ class Stopwatch:
     def __init__(self, device: torch.device, *, quick: bool = False) -> None:
         self._device = device
         self._quick = quick
-        size = 1 << 16 if quick else _HOST_CACHE if device.type == "cpu" else _DEVICE_CACHE
+        size = 1 << 16 if quick else _HOST_CACHE if device.type == "cpu" else room(device, _DEVICE_CACHE)
         self._other = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def median(self, run: Callable[[], object]) -> float:
@@ -56,6 +56,16 @@ class Stopwatch:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
+
+
+def room(device: torch.device, wanted: int) -> int:
+    """Bytes to measure with: what is wanted, and on a GPU, where an engine may have left little, at most an
+    eighth of what is free."""
+    if device.type == "cpu":
+        return wanted
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return min(wanted, free // 8)
 
 
 def _event() -> Any:

@@ -90,7 +90,7 @@ def test_the_verb(
     monkeypatch.setattr(kernels, "HOST_SIZES", TINY_SIZES)
     monkeypatch.setattr(kernels, "Stopwatch", lambda device, quick=False: Stopwatch(device, quick=True))
     monkeypatch.setattr(kernels, "_SIDE", {"cpu": 64})
-    monkeypatch.setattr(kernels, "_COPIED", 1 << 16)
+    monkeypatch.setattr(kernels, "_COPIED", {"cpu": 1 << 16})
     file = tmp_path / "kernels.json"
     assert main(["bench", "--kernels", "--model", TINY, "--json", str(file)]) == 0
     figures = json.loads(file.read_text())

@@ -138,7 +138,7 @@ def test_the_share_of_time_without_work(folder: Path, monkeypatch: pytest.Monkey
 
     def watch(run: Callable[[], None]) -> list[tuple[float, float]]:
         run()
-        return [(1.0 * i, 1.0 * i + 0.25) for i in range(STEPS)]
+        return [(1.0 * i, 1.0 * i + 0.25) for i in range(STEPS[DECODING])]
 
     assert idle_share(engine.core, requests(4, 20, 60), DECODING, watch) == pytest.approx(0.5)
     assert engine.core.num_unfinished == 0

@@ -96,8 +96,11 @@ def jobs(notes: Notes, place: Place) -> None:
 def _prefill(notes: Notes, bench: _Jobs) -> None:
     done = bench.workload("prefill")
     notes.figure("prefill: tokens per second", done.prompt_tokens / done.seconds, "/s")
-    share = 100 * bench.used["flop_share"]
-    notes.figure("prefill: operations of the model, of products", share, "%", least=55)
+    what, share = "prefill: operations of the model, of products", bench.used["flop_share"]
+    if share is None:
+        notes.skip(what, "it is not known what each step computed")
+    else:
+        notes.figure(what, 100 * share, "%", least=55)
     bench.waits(done)
 
 
