@@ -33,10 +33,10 @@ at once. A group larger than the tile is cut into chunks.
 and after the tile's last row left out. Without a window the tiles that all rows see come first, and are read
 and added up without masks, which took a third of all instructions. Where a block holds whole tiles one entry
 of the block table is read for each, else one for each key. Vectors are cut into two powers of two (192 = 128
-+ 64, 80 = 64 + 16), each a product of its own. Positions that no row of the tile sees are never read. A
-position that one row of the tile sees and another does not is multiplied by 0 for the other; so a stored NaN,
-which marks what overflowed, reaches rows of the same sequence before it, if they share its step, and no other
-sequence.
++ 64, 80 = 64 + 32 with a padding of 16), each a product of its own. Positions that no row of the tile sees
+are never read. A position that one row of the tile sees and another does not is multiplied by 0 for the
+other; so a stored NaN, which marks what overflowed, reaches rows of the same sequence before it, if they
+share its step, and no other sequence.
 
 **Sums.** The softmax is in base 2 and online: largest score, weight and sum of a row stay in float32
 registers. Products of float32 are exact to float32 (`input_precision="ieee"`); in 16 bits the operands are

@@ -179,7 +179,9 @@ def parts(width: int) -> tuple[int, int]:
     if first < SMALLEST_TILE:
         return SMALLEST_TILE, 0
     rest = width - first
-    second = 0 if rest == 0 else max(power_of_two(rest), SMALLEST_TILE)
+    # Four warps share 32 columns of values, and would all compute the same 16.
+    fewest = 2 * SMALLEST_TILE if first > 2 * SMALLEST_TILE else SMALLEST_TILE
+    second = 0 if rest == 0 else max(power_of_two(rest), fewest)
     return (2 * first, 0) if second == first else (first, second)
 
 

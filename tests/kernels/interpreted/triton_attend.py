@@ -280,7 +280,7 @@ def test_splits_are_chosen_by_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
         (16, (16, 0)),
         (24, (32, 0)),
         (64, (64, 0)),
-        (80, (64, 16)),
+        (80, (64, 32)),
         (96, (64, 32)),
         (112, (128, 0)),
         (128, (128, 0)),
