@@ -24,16 +24,21 @@ class StandInMemory:
 
     Attributes:
         given_back: how often what is kept was given back.
+        broken: what it cannot go on from, if it is to be so.
     """
 
     total = FREE
 
     def __init__(self) -> None:
         self.given_back = 0
+        self.broken: Exception | None = None
 
     def free(self) -> int:
         self.give_back()
         return FREE
+
+    def held(self) -> int:
+        return 0
 
     def peak_of(self, run: Callable[[], object]) -> int:
         watch = PeakBytes()
@@ -43,6 +48,10 @@ class StandInMemory:
 
     def give_back(self) -> None:
         self.given_back += 1
+
+    def check(self) -> None:
+        if self.broken is not None:
+            raise self.broken
 
 
 class StandInCapture:

@@ -173,6 +173,8 @@ class EngineCore:
         except StepFailed as failure:
             if not is_of_a_row(failure.error):
                 raise failure.error from None
+            # What a kernel has broken is not always told by the error of the step that met it.
+            self.runner.device.check()
             logger.exception("a step of %d requests failed", len(failure.requests))
             # They hold the step's tensors as long as the error is kept.
             traceback.clear_frames(failure.error.__traceback__)

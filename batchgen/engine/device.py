@@ -36,6 +36,10 @@ class DeviceMemory(Protocol):
         """What can be had now, what this process keeps without using it included."""
         ...
 
+    def held(self) -> int:
+        """What this process keeps, used or not, as far as it knows."""
+        ...
+
     def peak_of(self, run: Callable[[], object]) -> int:
         """Most that `run` takes at a time beside what is taken already; its result is dropped.
 
@@ -45,6 +49,10 @@ class DeviceMemory(Protocol):
 
     def give_back(self) -> None:
         """Return to the device what is kept for later use."""
+        ...
+
+    def check(self) -> None:
+        """Raise the error after which nothing can be computed on the device any more, if there was one."""
         ...
 
 
@@ -62,6 +70,9 @@ class CudaMemory:
         self.give_back()
         return int(torch.cuda.mem_get_info(self._place)[0])
 
+    def held(self) -> int:
+        return int(torch.cuda.memory_reserved(self._place))
+
     def peak_of(self, run: Callable[[], object]) -> int:
         self.give_back()
         torch.cuda.synchronize(self._place)
@@ -74,6 +85,10 @@ class CudaMemory:
 
     def give_back(self) -> None:
         torch.cuda.empty_cache()
+
+    def check(self) -> None:
+        # An illegal access, for one, is raised by whatever waits next, and by everything from then on.
+        torch.cuda.synchronize(self._place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +122,11 @@ class Device:
             # A model is full of cycles.
             gc.collect()
             self.memory.give_back()
+
+    def check(self) -> None:
+        """Raise what a GPU cannot go on from, where something is wrong with it."""
+        if self.memory is not None:
+            self.memory.check()
 
 
 HOST = Device(CPU, torch.device(CPU))

@@ -26,6 +26,9 @@ from batchgen.engine.inputs import PackedStep, round_up
 from batchgen.engine.transfer import Array, Transfer, size
 from batchgen_kernels.metadata import AttentionMetadata, NeededRows, write_tables
 
+_OF_DRIVER = 32 << 20
+"""Most bytes that a driver takes for a captured step of a thousand kernels."""
+
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
@@ -62,7 +65,8 @@ def graph_bytes(memory: DeviceMemory, capture: Callable[[Sequence[int]], None], 
     """What steps of all `sizes` keep once they are captured.
 
     The largest is captured alone, and then with the next: each further one takes the difference, as they
-    share what they work in.
+    share what they work in. What is gone from the device beside what this process knows of is the driver's,
+    up to a limit; more is somebody else's, who has begun to use the GPU.
 
     Args:
         memory: of the device.
@@ -72,9 +76,10 @@ def graph_bytes(memory: DeviceMemory, capture: Callable[[Sequence[int]], None], 
 
     def kept(some: Sequence[int]) -> int:
         capture([])
-        before = memory.free()
+        free, held = memory.free(), memory.held()
         capture(some)
-        return before - memory.free()
+        taken, ours = free - memory.free(), memory.held() - held
+        return ours + min(max(0, taken - ours), _OF_DRIVER * len(some))
 
     # What libraries take once for all is not of a graph.
     capture(sizes[:1])

@@ -194,3 +194,19 @@ def test_the_same_bits_in_every_batch_only_where_they_are_proven(
 ) -> None:
     with pytest.raises(UsageError, match=r"in float32 with cuda and engine\.attention: reference"):
         make_engine(folder, dtype="float32", deterministic=True, **SETTINGS)
+
+
+def test_a_device_that_is_broken_ends_the_engine(
+    folder: Path, memory: StandInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row alone would else be blamed, and every row behind it."""
+    engine = make_engine(folder, **SETTINGS)
+    assert run(engine, PROMPTS[:1], SamplingParams(max_tokens=2))[0].error is None
+
+    def broken(output: SchedulerOutput) -> torch.Tensor:
+        memory.broken = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine.core.runner, "execute", broken)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory"):
+        run(engine, PROMPTS[1:2], SamplingParams(max_tokens=2))

@@ -305,10 +305,13 @@ class Growing(StandInMemory):
 
     def __init__(self) -> None:
         super().__init__()
-        self.taken = 0
+        self.taken = self.hidden = 0
 
     def free(self) -> int:
-        return super().free() - self.taken
+        return super().free() - self.taken - self.hidden
+
+    def held(self) -> int:
+        return self.taken
 
 
 def test_what_captured_steps_keep_follows_from_two() -> None:
@@ -320,6 +323,22 @@ def test_what_captured_steps_keep_follows_from_two() -> None:
     assert graph_bytes(memory, capture, [64, 32, 8, 1]) == 64_000 + 4 * 7
     assert graph_bytes(memory, capture, [64]) == 64_007
     assert memory.taken == 0
+
+    def beside(sizes: Sequence[int]) -> None:
+        capture(sizes)
+        memory.hidden = 300 * len(sizes)
+
+    assert graph_bytes(memory, beside, [64, 32, 8, 1]) == 64_000 + 4 * 307
+
+
+def test_what_others_take_meanwhile_is_not_counted_as_captured_steps() -> None:
+    memory = Growing()
+
+    def capture(sizes: Sequence[int]) -> None:
+        memory.taken = len(sizes) * 7
+        memory.hidden += 5 << 30
+
+    assert graph_bytes(memory, capture, [64, 32, 8, 1]) <= 4 * (7 + (32 << 20))
 
 
 def broken(run: Callable[[], None]) -> Callable[[], None]:

@@ -116,19 +116,19 @@ def _of_speed(name: str) -> Callable[[Any, Any, float], None]:
 
 SECTIONS = (
     Section("environment", 60, _environment),
-    Section("engine: tokens", 110, _of_engine("tokens")),
     Section("jobs", 150, _of_speed("jobs")),
     Section("kernels: speed", 100, _of_speed("kernels")),
     Section("kernels: flash-attn", 60, _of_kernels("flash")),
     Section("engine: memory", 45, _of_engine("memory")),
-    Section("kernels: attention in bfloat16", 140, _attention("bfloat16"), beside=True),
-    Section("kernels: attention in float16", 140, _attention("float16"), beside=True),
-    Section("kernels: attention in float32", 140, _attention("float32"), beside=True),
-    Section("kernels: between", 140, _of_kernels("between"), beside=True),
-    Section("kernels: sampling", 140, _of_kernels("sampling"), beside=True),
-    Section("engine: errors", 140, _of_engine("errors"), beside=True),
-    Section("engine: graphs", 140, _of_engine("graphs"), beside=True),
-    Section("engine: invariance", 140, _of_engine("invariance"), beside=True),
+    Section("engine: tokens", 200, _of_engine("tokens"), beside=True),
+    Section("kernels: attention in bfloat16", 200, _attention("bfloat16"), beside=True),
+    Section("kernels: attention in float16", 200, _attention("float16"), beside=True),
+    Section("kernels: attention in float32", 200, _attention("float32"), beside=True),
+    Section("kernels: between", 200, _of_kernels("between"), beside=True),
+    Section("kernels: sampling", 200, _of_kernels("sampling"), beside=True),
+    Section("engine: errors", 200, _of_engine("errors"), beside=True),
+    Section("engine: graphs", 200, _of_engine("graphs"), beside=True),
+    Section("engine: invariance", 200, _of_engine("invariance"), beside=True),
 )
 
 
