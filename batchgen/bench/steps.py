@@ -97,8 +97,8 @@ def recorded(core: EngineCore) -> Iterator[Callable[[], list[list[Span]]]]:
     executed: list[_Executed] = []
     execute, rollback = core.runner.execute, core.scheduler.rollback
 
-    def noted(planned: SchedulerOutput, **more: Any) -> Any:
-        logits = execute(planned, **more)
+    def noted(planned: SchedulerOutput, *more: Any, **options: Any) -> Any:
+        logits = execute(planned, *more, **options)
         executed.append(_Executed(planned, [_span(s) for s in planned.scheduled]))
         if len(executed) > _REMEMBERED:
             executed[-_REMEMBERED - 1].planned = None
