@@ -121,10 +121,9 @@ def choose_tile(
     while stages > 1 and shared_bytes(spec, dtype, kv_dtype, rows, keys, stages) > chip.shared_memory:
         stages -= 1
     # Tiles of two parts, and wide ones of bytes, which are widened in registers, take more of them.
-    many = parts(spec.head_size)[1] or (
-        kv_dtype.itemsize == 1 and max(spec.head_size, spec.v_head_size) > 128
-    )
-    fewest = 2 * FEWEST_WARPS if many and rows <= 32 else FEWEST_WARPS
+    bytewise = kv_dtype.itemsize == 1 and max(spec.head_size, spec.v_head_size) > 128
+    many = (bytewise and rows <= 32) or (parts(spec.head_size)[1] and rows == 32)
+    fewest = 2 * FEWEST_WARPS if many else FEWEST_WARPS
     warps = max(rows * sum(parts(spec.v_head_size)) * halves // limits.warp_floats, fewest)
     return Tile(rows, rows // heads, heads, keys, power_of_two(warps), stages)
 
