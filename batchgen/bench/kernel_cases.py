@@ -7,7 +7,7 @@ for each multiply-add of visible pairs. So a share of what the device can do has
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,16 @@ from batchgen.bench.shapes import Product
 from batchgen.grammar import counted
 from batchgen_kernels.backend import AttentionBackend, KVCache, allocate
 from batchgen_kernels.capability import CAPABILITIES
-from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.metadata import AttentionMetadata, SharedPrefixes
+from batchgen_kernels.shared_prefix import SharedGroup, pack_groups
 from batchgen_kernels.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 BLOCK_SIZE = 16
+ALIKE_EACH, ALIKE_ONCE = "attend alike, each", "attend alike, once"
+"""Decoding of sequences that begin with the same keys, which each reads for itself or all together once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +56,14 @@ class Sizes:
         decoding: of attention, (sequences, tokens before each).
         rows: of everything else.
         kv_dtypes: what keys and values are stored as, for one decoding step each beside the first.
+        alike: of attention, (sequences, tokens that all begin with, in whole blocks, tokens after them).
     """
 
     prompts: Sequence[tuple[int, int, int]]
     decoding: Sequence[tuple[int, int]]
     rows: Sequence[int]
     kv_dtypes: Sequence[torch.dtype] = field(default=())
+    alike: Sequence[tuple[int, int, int]] = field(default=())
 
 
 DEVICE_SIZES = Sizes(
@@ -69,6 +74,7 @@ DEVICE_SIZES = Sizes(
     ),
     rows=(1, 256, 8192),
     kv_dtypes=(torch.float8_e4m3fn, torch.int8),
+    alike=((8, 4096, 256), (64, 256, 256), (64, 2048, 256), (256, 512, 256), (256, 2048, 256)),
 )
 HOST_SIZES = Sizes(
     prompts=((4, 128, 0), (1, 512, 0), (1, 2048, 0), (1, 512, 1536)),
@@ -76,7 +82,13 @@ HOST_SIZES = Sizes(
     rows=(1, 16, 64, 512),
     kv_dtypes=(torch.int8,),
 )
-TINY_SIZES = Sizes(prompts=((2, 9, 0), (1, 8, 24)), decoding=((3, 40),), rows=(1, 5), kv_dtypes=(torch.int8,))
+TINY_SIZES = Sizes(
+    prompts=((2, 9, 0), (1, 8, 24)),
+    decoding=((3, 40),),
+    rows=(1, 5),
+    kv_dtypes=(torch.int8,),
+    alike=((3, 32, 8),),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +138,8 @@ def attention_cases(
             count, before = sizes.decoding[-1]
             name = f"attend decoding, {_name(kv_dtype)} cache"
             yield _attend(backend, spec, name, [(before, 1)] * count, device, dtype, kv_dtype)
+    for count, common, own in sizes.alike:
+        yield from _attend_alike(backend, spec, count, common, own, device, dtype)
     for rows in sizes.rows:
         yield _write(backend, spec, rows, device, dtype)
 
@@ -254,6 +268,35 @@ def _attend(
     )
 
 
+def _attend_alike(
+    backend: AttentionBackend,
+    spec: AttentionSpec,
+    count: int,
+    common: int,
+    own: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Iterator[KernelCase]:
+    """Where a backend can be told that sequences begin with the same keys: without that, and with it."""
+    kv, meta = _cache(backend, spec, [(common + own, 1)] * count, device, dtype, common)
+    if backend.sharing(spec, dtype, kv) is None:
+        return
+    query, _, _ = _rows(spec, count, device, dtype)
+    groups = pack_groups([SharedGroup(range(count), common)], count)
+    told = replace(meta, shared=SharedPrefixes(*(torch.from_numpy(array).to(device) for array in groups)))
+    widths, keys = spec.head_size + spec.v_head_size, common + count * (own + 1)
+    needed = (keys * spec.num_kv_heads + count * spec.num_heads) * widths * dtype.itemsize
+    for name, step in ((ALIKE_EACH, meta), (ALIKE_ONCE, told)):
+        yield KernelCase(
+            name,
+            f"{count} x 1 after {common} + {own}",
+            _name(dtype),
+            partial(backend.attend, query, kv, step, spec),
+            needed,
+            2 * spec.num_heads * widths * count * (common + own + 1),
+        )
+
+
 def _write(
     backend: AttentionBackend, spec: AttentionSpec, rows: int, device: torch.device, dtype: torch.dtype
 ) -> KernelCase:
@@ -271,15 +314,16 @@ def _cache(
     sequences: Sequence[tuple[int, int]],
     device: torch.device,
     kv_dtype: torch.dtype,
+    common: int = 0,
 ) -> tuple[KVCache, AttentionMetadata]:
-    """A cache that holds every sequence in blocks that are not neighbours."""
+    """A cache that holds every sequence in blocks that are not neighbours, `common` tokens in the same."""
     lens = [sum(n) for n in sequences]
     block = max(BLOCK_SIZE, CAPABILITIES[backend.name].block_size_multiple)
     counts = [-(-n // block) for n in lens]
     free = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)) + 1).tolist()
     tables, start = [], 0
     for count in counts:
-        tables.append(free[start : start + count])
+        tables.append(free[: common // block] + free[start + common // block : start + count])
         start += count
     kv = allocate(backend, spec, sum(counts) + 1, block, device, kv_dtype)
     for tensor in kv.tensors:

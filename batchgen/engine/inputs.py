@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,10 @@ from batchgen_kernels.metadata import (
     RowsApart,
     rows_apart,
 )
+from batchgen_kernels.shared_prefix import SharedGroup, SharingCost, choose_groups
+
+Sharing = Sequence[SharingCost | None]
+"""Of each group of layers: when keys that requests have in common are attended to once; None: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,13 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def pack_step(
-    output: SchedulerOutput, block_size: int, row_multiple: int, transfer: Transfer, *, whole: bool = False
+    output: SchedulerOutput,
+    block_size: int,
+    row_multiple: int,
+    transfer: Transfer,
+    sharing: Sharing = (),
+    *,
+    whole: bool = False,
 ) -> PackedStep:
     """Lay the scheduled tokens out one request after the other.
 
@@ -56,6 +68,7 @@ def pack_step(
         block_size: tokens in a block.
         row_multiple: T and R are multiples of this.
         transfer: to the device of the step.
+        sharing: what shared keys cost; none: they are not looked for.
         whole: whether all rows are needed, not only those that sample or are read for a task.
     """
     scheduled = output.scheduled
@@ -68,7 +81,7 @@ def pack_step(
         rows = slice(end - s.num_tokens, end)
         ids[rows] = s.request.tokens(s.start, s.start + s.num_tokens)
         positions[rows] = np.arange(s.start, s.start + s.num_tokens)
-    sequences = _sequences(scheduled, block_size, padded)
+    sequences = _sequences(scheduled, block_size, padded, sharing)
     needed = np.arange(ends[-1]) if whole else _needed_rows(scheduled, ends)
     apart = (
         rows_apart(needed, sequences[0].query_start_loc, sequences[0].seq_lens)
@@ -79,22 +92,45 @@ def pack_step(
     for packed in sequences:
         arrays += packed.arrays
     input_ids, position_ids, logits_rows, *others = transfer(arrays)
-    there, others = others[: len(apart)], others[len(apart) :]
-    each = len(others) // len(sequences)
+    rest = iter(others)
+    there = list(islice(rest, len(apart)))
     return PackedStep(
         input_ids=input_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
         logits_rows=logits_rows,
         needed=NeededRows(needed, RowsApart(*there) if there else None),
         samplers=[s for s in scheduled if s.samples],
-        metadata=tuple(
-            packed.metadata(others[group * each : (group + 1) * each])
-            for group, packed in enumerate(sequences)
-        ),
+        metadata=tuple(packed.metadata(list(islice(rest, len(packed.arrays)))) for packed in sequences),
     )
 
 
-def _sequences(scheduled: list[ScheduledRequest], block_size: int, num_rows: int) -> list[PackedSequences]:
+def shared_groups(
+    scheduled: Sequence[ScheduledRequest],
+    group: int,
+    block_size: int,
+    cost: SharingCost | None,
+    fixed: int | None = None,
+) -> list[SharedGroup]:
+    """Requests of one token each that begin with the same blocks, where attending to those once takes less
+    time.
+
+    Args:
+        scheduled: in the step.
+        group: of layers.
+        block_size: tokens in a block.
+        cost: of sharing in these layers.
+        fixed: as of `choose_groups`.
+    """
+    if cost is None or len(scheduled) < 2:
+        return []
+    tables = [s.block_ids[group] if s.num_tokens == 1 else [] for s in scheduled]
+    lens = [s.start + 1 for s in scheduled]
+    return choose_groups(tables, lens, block_size, cost, fixed)
+
+
+def _sequences(
+    scheduled: list[ScheduledRequest], block_size: int, num_rows: int, sharing: Sharing
+) -> list[PackedSequences]:
     """One for each group of layers."""
     query_lens = [s.num_tokens for s in scheduled]
     seq_lens = [s.start + s.num_tokens for s in scheduled]
@@ -107,8 +143,9 @@ def _sequences(scheduled: list[ScheduledRequest], block_size: int, num_rows: int
             ],
             block_size=block_size,
             num_rows=num_rows,
+            groups=shared_groups(scheduled, group, block_size, sharing[group]) if sharing else (),
         )
-        for tables in zip(*(s.block_ids for s in scheduled), strict=True)
+        for group, tables in enumerate(zip(*(s.block_ids for s in scheduled), strict=True))
     ]
 
 

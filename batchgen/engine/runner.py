@@ -14,14 +14,15 @@ import torch
 from batchgen.core.kv_layout import KVCacheLayout
 from batchgen.core.scheduler import SchedulerOutput
 from batchgen.engine.device import HOST, Device
-from batchgen.engine.graphs import GraphShape, StepGraphs
-from batchgen.engine.inputs import PackedStep, pack_step, round_up
+from batchgen.engine.graphs import GraphShape, StepGraphs, shared_sizes
+from batchgen.engine.inputs import PackedStep, Sharing, pack_step, round_up
 from batchgen.engine.kv_memory import KVMemory
 from batchgen.engine.transfer import Transfer
 from batchgen.models.forward_context import forward_context
 from batchgen.models.layer_attention import LayerAttention
 from batchgen_kernels.backend import AttentionBackend
 from batchgen_kernels.program import DecoderLayer, LayersProgram
+from batchgen_kernels.shared_prefix import SharingCost
 
 if TYPE_CHECKING:
     from batchgen.models.loader import LoadedModel
@@ -105,8 +106,16 @@ class ModelRunner:
         self.kv = KVMemory(
             layout, layers, backend, kv_dtype, num_blocks=num_blocks, block_size=block_size, device=device
         )
+        self.sharing = self._sharing(loaded.dtype)
         self.program = None if decoder is None else self._program(decoder, max_rows)
         self.graphs: StepGraphs | None = None
+
+    def _sharing(self, dtype: torch.dtype) -> Sharing:
+        """What shared keys cost in the layers of each group; what is so of one of them is so of others."""
+        costs: list[SharingCost | None] = [None] * len(self.layout.groups)
+        for layer, cache, place in zip(self.layers, self.kv.caches, self.layout.places, strict=True):
+            costs[place.group] = costs[place.group] or self.backend.sharing(layer.spec, dtype, cache)
+        return costs
 
     def _program(self, decoder: DecoderWeights | DeviceWeights, max_rows: int) -> LayersProgram:
         layers = [
@@ -130,7 +139,7 @@ class ModelRunner:
         self.kv.copy_blocks(output.copies)
         if self.graphs is not None and not whole and self.graphs.takes(output):
             return self.graphs.run(output)
-        step = pack_step(output, self.block_size, self.row_multiple, self.transfer, whole=whole)
+        step = pack_step(output, self.block_size, self.row_multiple, self.transfer, self.sharing, whole=whole)
         return self.forward(step)
 
     @torch.inference_mode()
@@ -156,8 +165,19 @@ class ModelRunner:
         self.graphs = None
         if sizes and self.device.capture is not None:
             blocks = -(-longest // self.block_size)
-            shape = GraphShape(sizes, len(self.layout.groups), blocks, self.block_size)
+            shape = GraphShape(
+                sizes,
+                self.shared_sizes(sizes, longest),
+                len(self.layout.groups),
+                blocks,
+                self.block_size,
+                self.sharing,
+            )
             self.graphs = StepGraphs(self._compute, shape, self.transfer, self.device.capture())
+
+    def shared_sizes(self, sizes: Sequence[int], longest: int) -> list[int]:
+        """Those of `capture` in which steps are captured that attend to shared keys once."""
+        return shared_sizes(sizes, self.sharing, longest)
 
     @property
     def hidden(self) -> torch.Tensor:

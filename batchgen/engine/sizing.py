@@ -176,7 +176,9 @@ class Sizing(ABC):
     def _graph_bytes(self, scratch: ModelRunner, memory: DeviceMemory) -> int:
         longest = self.graph_tokens(self._config.max_model_len or self._model.context)
         try:
-            return graph_bytes(memory, lambda sizes: scratch.capture(sizes, longest), self.graph_sizes(1))
+            sizes = self.graph_sizes(1)
+            more = max(0, len(scratch.shared_sizes(sizes, longest)) - 1)
+            return graph_bytes(memory, lambda some: scratch.capture(some, longest), sizes, more)
         except Exception:
             # It will fail again, and be told, when the engine is ready.
             return 0

@@ -94,6 +94,7 @@ class PreparedModel:
         self.generation = weights.generation
         self.context, self.longest = weights.context, weights.longest
         self.vocab_size = len(weights.embedding)
+        self.dtype = weights.embedding.dtype
         self.memory = torch.nn.Module()
         """Holds the tensors, so that their memory is counted as any model's."""
         for i, tensor in enumerate(tensors):

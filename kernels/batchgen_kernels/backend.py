@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.shared_prefix import SharingCost
 from batchgen_kernels.spec import AttentionSpec
 
 PAGE_ALIGNMENT = 64
@@ -108,6 +109,18 @@ class AttentionBackend(Protocol):
 
         Raises:
             ValueError: the block size, dtype or page does not fit this backend's layout.
+        """
+        ...
+
+    def sharing(self, spec: AttentionSpec, dtype: torch.dtype, kv: KVCache) -> SharingCost | None:
+        """When blocks that sequences have in common are to be described in `AttentionMetadata.shared`.
+
+        None: never, as they are not attended to once in this layer, or are found in the metadata itself.
+
+        Args:
+            spec: the layer.
+            dtype: of queries.
+            kv: its cache.
         """
         ...
 

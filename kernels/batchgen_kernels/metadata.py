@@ -14,6 +14,50 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchgen_kernels.shared_prefix import SharedGroup, pack_groups
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrefixes:
+    """Groups of sequences that begin with the same blocks, for backends that attend to those once.
+
+    Args:
+        members: int32 [N]; sequences with one row in the step, group after group. What is beyond the last
+            group's is not read.
+        starts: int32 [G + 1]; members of group g are starts[g] to starts[g + 1], and may be none.
+        lens: int32 [G]; keys that all members of a group see, a multiple of the block size.
+        skipped: int32 [S]; the same of each sequence of the step, 0 for those in no group.
+    """
+
+    members: torch.Tensor
+    starts: torch.Tensor
+    lens: torch.Tensor
+    skipped: torch.Tensor
+
+    def check(self, meta: AttentionMetadata) -> None:
+        """Refuse groups in which a row would see something else than its own keys.
+
+        Raises:
+            ValueError: names the group.
+        """
+        starts, members, skipped = self.starts.tolist(), self.members.tolist(), self.skipped.tolist()
+        rows, lens = meta.query_start_loc.diff().tolist(), meta.seq_lens.tolist()
+        _require(len(skipped) == len(lens), f"{len(skipped)} entries of skipped for {len(lens)} sequences")
+        _require(starts[0] == 0 and starts[-1] <= len(members), "groups must run from 0 to their members")
+        seen = set()
+        for g, (first, end) in enumerate(itertools.pairwise(starts)):
+            keys = int(self.lens[g])
+            blocks = meta.block_table[members[first:end], : keys // meta.block_size]
+            _require(first <= end, f"group {g} ends before it begins")
+            _require(keys % meta.block_size == 0, f"group {g} shares {keys} keys, not whole blocks")
+            _require(bool((blocks == blocks[:1]).all()), f"group {g} has members with other blocks")
+            for s in members[first:end]:
+                fits = rows[s] == 1 and lens[s] > keys == skipped[s] and s not in seen
+                _require(fits, f"group {g} of {keys} keys cannot have sequence {s}")
+                seen.add(s)
+        alone = [s for s, keys in enumerate(skipped) if keys and s not in seen]
+        _require(not alone, f"sequences {alone} skip keys and are in no group")
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True, kw_only=True)
 class AttentionMetadata:
@@ -34,6 +78,7 @@ class AttentionMetadata:
         block_size: positions in one block.
         max_query_len: most rows of a sequence, for kernels that must know it on the host.
         max_seq_len: most keys of a sequence.
+        shared: which sequences begin with the same blocks, where that is to be made use of.
     """
 
     query_start_loc: torch.Tensor
@@ -44,6 +89,7 @@ class AttentionMetadata:
     block_size: int
     max_query_len: int
     max_seq_len: int
+    shared: SharedPrefixes | None = None
 
     @property
     def num_rows(self) -> int:
@@ -74,6 +120,8 @@ class AttentionMetadata:
         )
         _check_range("block_table", self.block_table, 0, num_blocks)
         _check_range("slot_mapping", self.slot_mapping, -1, num_blocks * self.block_size)
+        if self.shared is not None:
+            self.shared.check(self)
 
     @classmethod
     def build(
@@ -84,16 +132,19 @@ class AttentionMetadata:
         block_size: int,
         *,
         num_rows: int | None = None,
+        groups: Sequence[SharedGroup] = (),
         device: torch.device | str = "cpu",
     ) -> AttentionMetadata:
         """Pack sequences given as Python lists; `num_rows` pads the step to that many rows."""
-        packed = PackedSequences.pack(query_lens, seq_lens, block_tables, block_size, num_rows=num_rows)
+        packed = PackedSequences.pack(
+            query_lens, seq_lens, block_tables, block_size, num_rows=num_rows, groups=groups
+        )
         return packed.metadata([torch.from_numpy(array).to(device) for array in packed.arrays])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSequences:
-    """What `AttentionMetadata` is made of, on the host. Arguments as there."""
+    """What `AttentionMetadata` is made of, on the host. Arguments as there, `shared` from `pack_groups`."""
 
     query_start_loc: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
@@ -103,6 +154,7 @@ class PackedSequences:
     block_size: int
     max_query_len: int
     max_seq_len: int
+    shared: Sequence[npt.NDArray[np.int32]] = ()
 
     @classmethod
     def pack(
@@ -113,6 +165,7 @@ class PackedSequences:
         block_size: int,
         *,
         num_rows: int | None = None,
+        groups: Sequence[SharedGroup] = (),
     ) -> PackedSequences:
         """Pack sequences given as Python lists; `num_rows` pads the step to that many rows."""
         starts = np.concatenate([[0], np.cumsum(query_lens, dtype=np.int64)])
@@ -133,16 +186,17 @@ class PackedSequences:
             block_size=block_size,
             max_query_len=max(query_lens, default=0),
             max_seq_len=max(seq_lens, default=0),
+            shared=pack_groups(groups, len(seq_lens)) if groups else (),
         )
 
     @property
     def arrays(self) -> list[npt.NDArray[np.int32] | npt.NDArray[np.int64]]:
         """Those that belong on the device, in the order in which `metadata` takes them."""
-        return [self.query_start_loc, self.seq_lens, self.block_table, self.slot_mapping]
+        return [self.query_start_loc, self.seq_lens, self.block_table, self.slot_mapping, *self.shared]
 
     def metadata(self, tensors: Sequence[torch.Tensor]) -> AttentionMetadata:
         """With `arrays` as tensors on the device."""
-        query_start_loc, seq_lens, block_table, slot_mapping = tensors
+        query_start_loc, seq_lens, block_table, slot_mapping, *shared = tensors
         return AttentionMetadata(
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
@@ -152,6 +206,7 @@ class PackedSequences:
             block_size=self.block_size,
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
+            shared=SharedPrefixes(*shared) if shared else None,
         )
 
 

@@ -13,6 +13,7 @@ from batchgen_kernels import backend as common
 from batchgen_kernels.backend import KVCache, Part
 from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.shared_prefix import SharingCost
 from batchgen_kernels.spec import AttentionSpec
 from batchgen_kernels.storage import LARGEST, dequantize, quantize, stored
 
@@ -39,6 +40,9 @@ class ReferenceBackend:
     ) -> KVCache:
         *scales, key, value = common.divide_pages(pages, _parts(spec, block_size, kv_dtype))
         return KVCache(key, value, block_size, *scales)
+
+    def sharing(self, spec: AttentionSpec, dtype: torch.dtype, kv: KVCache) -> SharingCost | None:
+        return None
 
     def write(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, meta: AttentionMetadata) -> None:
         meta.check(kv.num_blocks)

@@ -44,7 +44,7 @@ from batchgen.sampling.sampler import SamplingRow
 from batchgen.types import Request, SamplingParams, Task
 from batchgen_kernels.triton_kernels import backend as triton_backend
 from batchgen_kernels.triton_kernels import layers as triton_layers
-from batchgen_kernels.triton_kernels.tiles import Chip
+from batchgen_kernels.triton_kernels.tiles import H100
 
 META = torch.device("meta")
 DEVICE = Device(CUDA, META)
@@ -120,7 +120,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
     for name in ("rms_norm_kernel", "gated_kernel", "rotate_and_write_kernel"):
         stubs[name] = Kernel()
         monkeypatch.setattr(triton_layers, name, stubs[name])
-    monkeypatch.setattr(triton_backend, "_chip", lambda _: Chip(90, 227 * 1024, 132))
+    monkeypatch.setattr(triton_backend, "_chip", lambda _: H100)
     return stubs
 
 

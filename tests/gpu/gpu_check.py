@@ -124,6 +124,7 @@ SECTIONS = (
     Section("kernels: attention in bfloat16", 200, _attention("bfloat16"), beside=True),
     Section("kernels: attention in float16", 200, _attention("float16"), beside=True),
     Section("kernels: attention in float32", 200, _attention("float32"), beside=True),
+    Section("kernels: shared keys", 200, _of_kernels("shared"), beside=True),
     Section("kernels: between", 200, _of_kernels("between"), beside=True),
     Section("kernels: sampling", 200, _of_kernels("sampling"), beside=True),
     Section("engine: errors", 200, _of_engine("errors"), beside=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from batchgen_kernels import layer_reference as reference
 from batchgen_kernels.backend import AttentionBackend, allocate
 from batchgen_kernels.capability import CAPABILITIES, KV_DTYPES
 from batchgen_kernels.reference import ReferenceBackend
+from batchgen_kernels.shared_prefix import SharedGroup
 from batchgen_kernels.triton_kernels import TritonBackend, layers
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -110,7 +112,7 @@ def flash_parity(notes: Notes, place: Place, backend: AttentionBackend) -> None:
 def _flash_speed(notes: Notes, place: Place, backend: AttentionBackend) -> None:
     layer = layer_of(load_config(find_model("dummy:llama-3.1-8b").tokenizer_folder()))
     limits = ceilings(place.device, torch.bfloat16)
-    sizes = dataclasses.replace(DEVICE_SIZES, rows=(), kv_dtypes=())
+    sizes = dataclasses.replace(DEVICE_SIZES, rows=(), kv_dtypes=(), alike=())
     found = {
         one.name: measure(
             attention_cases(one, layer, sizes, place.device, torch.bfloat16), limits, place.device
@@ -121,6 +123,30 @@ def _flash_speed(notes: Notes, place: Place, backend: AttentionBackend) -> None:
         name = f"{theirs.kernel} {theirs.shape}: time of ours, of {backend.name}'s"
         notes.figure(name, ours.seconds / theirs.seconds, "x")
         notes.figure(f"{theirs.kernel} {theirs.shape}: {backend.name}, of the limit", 100 * theirs.share, "%")
+
+
+def shared(notes: Notes, place: Place) -> None:
+    """Keys that sequences have in common, attended to once."""
+    others = [(0, 3)] if place.dry else [(0, 3), (200, 5)]
+    first, *more_dtypes = _dtypes(place)
+    tried = [("llama-3.1-8b", first, kv_dtype) for kv_dtype in _stored(first)]
+    tried += [("llama-3.1-8b", dtype, dtype) for dtype in more_dtypes]
+    tried += [(name, first, first) for name in ("gemma2-9b", "gpt-oss-20b", "deepseek", "phi-3")]
+    for name, dtype, kv_dtype in tried[:: 3 if place.dry else 1]:
+        more = {key: value for key, value in LAYERS[name].items() if key != "sliding_window"}
+        heads, width = more.pop("heads"), more.pop("width")
+        spec = _spec(*heads, width, more.pop("v_width", width), **more)
+        worst = 0.0
+        for blocks, block, count in ((2, 16, 3),) if place.dry else ((4, 16, 5), (33, 32, 70)):
+            alike = [(blocks * block + 7 * n % 90, 1) for n in range(count)]
+            difference, limit = _attend_both(
+                *(TritonBackend(), ReferenceBackend(), spec, dtype, kv_dtype, alike + others, block),
+                place.device,
+                common=(count, blocks),
+            )
+            worst = max(worst, difference / limit)
+        kind = f"{name} in {_short(dtype)}, cache {_short(kv_dtype)}"
+        notes.check(f"shared keys, {kind}", worst <= 1, f"largest difference is {worst:.2f} of the limit")
 
 
 def sampling(notes: Notes, place: Place) -> None:
@@ -211,14 +237,22 @@ def _attend_both(
     sequences: list[tuple[int, int]],
     block: int,
     device: torch.device,
+    common: tuple[int, int] = (0, 0),
 ) -> tuple[float, float]:
-    """The largest difference from the reference in float32 on the same numbers, and what is allowed."""
+    """The largest difference from the reference in float32 on the same numbers, and what is allowed.
+
+    `common` are how many sequences begin with how many blocks of the first.
+    """
     g = torch.Generator(device).manual_seed(7)
     counts = [-(-sum(n) // block) for n in sequences]
     free = list(range(1, sum(counts) + 1))
     random.Random(3).shuffle(free)
     tables = [[free.pop() for _ in range(n)] for n in counts]
     lens, rows = [sum(n) for n in sequences], [n for _, n in sequences]
+    count, blocks = common
+    for table in tables[1:count]:
+        table[:blocks] = tables[0][:blocks]
+    groups = [SharedGroup(range(count), blocks * block)] if count else []
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=g, device=device).to(dtype)
@@ -226,9 +260,12 @@ def _attend_both(
     query = draw(sum(rows), spec.num_heads, spec.head_size)
     key = draw(sum(lens), spec.num_kv_heads, spec.head_size)
     value = draw(sum(lens), spec.num_kv_heads, spec.v_head_size)
+    for start in list(itertools.accumulate(lens, initial=0))[1:count]:
+        for vectors in (key, value):
+            vectors[start : start + blocks * block] = vectors[: blocks * block]
     sinks = torch.linspace(-2, 2, spec.num_heads, device=device).to(dtype) if spec.has_sinks else None
     whole = AttentionMetadata.build(lens, lens, tables, block, device=device)
-    step = AttentionMetadata.build(rows, lens, tables, block, device=device)
+    step = AttentionMetadata.build(rows, lens, tables, block, groups=groups, device=device)
     results = []
     for target, of in ((backend, dtype), (truth, torch.float32)):
         kv = allocate(target, spec, sum(counts) + 1, block, device, kv_dtype)

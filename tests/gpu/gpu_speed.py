@@ -16,7 +16,7 @@ from gpu_notes import Notes, Place
 
 from batchgen.bench import table
 from batchgen.bench.gaps import waiting_shares
-from batchgen.bench.kernel_cases import DEVICE_SIZES, TINY_SIZES, layer_of
+from batchgen.bench.kernel_cases import ALIKE_EACH, ALIKE_ONCE, BLOCK_SIZE, DEVICE_SIZES, TINY_SIZES, layer_of
 from batchgen.bench.kernels import Measured, cases_of, ceilings, lines, measure, report
 from batchgen.bench.parts import DECODING
 from batchgen.bench.passes import Pass, run_pass
@@ -26,6 +26,9 @@ from batchgen.bench.workloads import BenchRow, load_workload, warmup_rows
 from batchgen.models.loader import load_config
 from batchgen.models.source import find_model
 from batchgen.types import Request, SamplingParams
+from batchgen_kernels.backend import allocate
+from batchgen_kernels.shared_prefix import SharedGroup
+from batchgen_kernels.triton_kernels import TritonBackend
 
 MODEL = "dummy:llama-3.1-8b"
 TINY = (
@@ -53,6 +56,29 @@ def kernels(notes: Notes, place: Place) -> None:
         notes.fact("kernels", list(lines(report(model, limits, found))))
         for one in found:
             _targets(notes, one, dry=place.dry)
+        by_name = {(one.kernel, one.shape): one for one in found}
+        backend = TritonBackend()
+        kv = allocate(backend, layer.attention, 1, BLOCK_SIZE, place.device, dtype)
+        cost = backend.sharing(layer.attention, dtype, kv)
+        assert cost is not None
+        for count, common, own in sizes.alike:
+            shape = f"{count} x 1 after {common} + {own}"
+            each, once = (by_name.get((name, shape)) for name in (ALIKE_EACH, ALIKE_ONCE))
+            if each and once:
+                saved = cost.seconds_saved([SharedGroup(range(count), common)], count)
+                _alike(notes, each, once, saved, dry=place.dry)
+
+
+def _alike(notes: Notes, each: Measured, once: Measured, expected: float, *, dry: bool) -> None:
+    """Whether keys in common take less time once, and whether the formula that chooses it is right."""
+    saved = each.seconds - once.seconds
+    notes.figure(
+        f"keys in common {each.shape}, saved",
+        saved * 1e6,
+        "us",
+        least=0 if expected > 0 and not dry else None,
+    )
+    notes.figure(f"keys in common {each.shape}, the formula expects", expected * 1e6, "us")
 
 
 def _targets(notes: Notes, one: Measured, *, dry: bool) -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,20 @@ TYPES = {
 }
 CHIPS = {chip.capability: chip for chip in (tiles.A100, tiles.H100, tiles.B200)}
 FLOATS = {"factor", "cap", "eps"}
-UNALIGNED = {"num_seqs", "num_splits", "num_rows", "table_stride"}
+UNALIGNED = {"num_seqs", "num_splits", "num_shared", "num_rows", "table_stride"}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
-ALLOWED_SPILL = {80: 24, 100: 16}
-"""Bytes a thread, elsewhere none: there the assembler gives up a few of some 134 registers by itself, for a
-second program on a processor; on 10.0 the one that triton 3.6 brings does."""
+ALLOWED_SPILL = {80: 24, 90: 8, 100: 16}
+"""Bytes a thread: there the assembler gives up a few of some 134 registers by itself, for a second program on
+a processor; on 10.0 the one that triton 3.6 brings does, on 9.0 in one kernel that adds shared sums."""
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One launch of a layer; `rows` is the tokens of a sequence in the step."""
+    """One launch of a layer; `rows` is the tokens of a sequence in the step.
+
+    `shared`: sequences begin with the same keys, which is a launch before it.
+    """
 
     name: str
     spec: AttentionSpec
@@ -69,6 +72,7 @@ class Case:
     block_size: int = 16
     split: bool = False
     fixed_split: int | None = None
+    shared: bool = False
 
     @property
     def cache(self) -> KVCache:
@@ -119,6 +123,16 @@ CASES = [
     Case(name="deepseek 192/128, decode", spec=layer(16, 16, 192, 128), rows=1, block_size=64),
     Case(name="gemma 256, decode, fp8", spec=GEMMA, rows=1, kv_dtype=torch.float8_e4m3fn, block_size=64),
     Case(name="one head of keys for 128", spec=layer(128, 1, 128), rows=1),
+    Case(name="shared, llama 128", spec=LLAMA, rows=1, shared=True),
+    Case(name="shared, llama 128, split", spec=LLAMA, rows=1, shared=True, split=True),
+    Case(name="shared, llama 128, mixed", spec=LLAMA, rows=10, shared=True, block_size=64),
+    Case(name="shared, llama 128, int8", spec=LLAMA, rows=1, shared=True, kv_dtype=torch.int8),
+    Case(name="shared, llama 128, fp8", spec=LLAMA, rows=1, shared=True, kv_dtype=torch.float8_e4m3fn),
+    Case(name="shared, llama 128, float32", spec=LLAMA, rows=1, shared=True, dtype=torch.float32),
+    Case(name="shared, gemma 256", spec=replace(GEMMA, sliding_window=None), rows=1, shared=True),
+    Case(name="shared, gpt-oss 64", spec=replace(GPT_OSS, sliding_window=None), rows=1, shared=True),
+    Case(name="shared, phi 96", spec=layer(32, 32, 96), rows=1, shared=True),
+    Case(name="shared, deepseek 192/128", spec=layer(16, 16, 192, 128), rows=1, shared=True),
 ]
 
 
@@ -153,7 +167,7 @@ def builds(case: Case, chip: tiles.Chip) -> Iterator[Build]:
     """The launch of attention itself, and with it those that go with it."""
     spec, kv, dtype = case.spec, case.cache, case.dtype
     tile = (
-        tiles.choose_tile(spec, dtype, kv.dtype, case.rows, chip)
+        tiles.choose_tile(spec, dtype, kv.dtype, case.rows, chip, continued=case.shared)
         if case.fixed_split is None
         else tiles.choose_fixed_tile(spec, dtype, kv.dtype, chip)
     )
@@ -168,15 +182,36 @@ def builds(case: Case, chip: tiles.Chip) -> Iterator[Build]:
         "value_scale_ptr": scale,
     }
     step = {"starts_ptr": torch.int32, "seq_lens_ptr": torch.int32, "table_ptr": torch.int32}
+    given = {**outputs, "query_ptr": dtype, **stored, "sinks_ptr": sinks, **step}
+    sums = dict.fromkeys(("shared_partial_ptr", "shared_stats_ptr"), torch.float32 if case.shared else None)
+    of_members = dict.fromkeys(("members_ptr", "rows_ptr"))
+    skipped = torch.int32 if case.shared else None
     yield Build(
         attend_kernel,
-        pointers({**outputs, "query_ptr": dtype, **stored, "sinks_ptr": sinks, **step}),
+        pointers({**given, **of_members, "skipped_ptr": skipped, **sums}),
         {
-            **backend.attend_constants(spec, kv, tile, chip, split=case.split, fixed_split=case.fixed_split),
+            **backend.attend_constants(
+                *(spec, kv, tile, chip),
+                split=case.split,
+                fixed_split=case.fixed_split,
+                continued=case.shared,
+            ),
             **pages(case),
         },
         tiles.shared_bytes(spec, dtype, kv.dtype, tile.rows, tile.keys, tile.stages),
     )
+    if case.shared:
+        tile = tiles.choose_fixed_tile(spec, dtype, kv.dtype, chip)
+        given |= dict.fromkeys(("partial_ptr", "stats_ptr"), torch.float32)
+        given |= dict.fromkeys(("out_ptr", "sinks_ptr", "skipped_ptr", *sums))
+        given |= dict.fromkeys(of_members, torch.int32)
+        yield Build(
+            attend_kernel,
+            pointers(given),
+            {**backend.attend_constants(spec, kv, tile, chip, split=True, shared=True), **pages(case)},
+            tiles.shared_bytes(spec, dtype, kv.dtype, tile.rows, tile.keys, tile.stages),
+        )
+        return
     if case.split:
         yield Build(
             merge_kernel,

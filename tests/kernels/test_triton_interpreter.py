@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parent / "interpreted"
 FILES = ["triton_attend.py", "triton_write.py", "triton_layers.py", "triton_engine.py"]
 LONGER = [
     "triton_sampling.py",
+    "triton_shared.py",
     "triton_matmul.py",
     "triton_program.py",
     "triton_mutations.py",

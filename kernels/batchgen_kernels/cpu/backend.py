@@ -23,6 +23,7 @@ from batchgen_kernels.cpu.plan import Int64, Plan, make_plan
 from batchgen_kernels.cpu.program import Code, Program, compiled
 from batchgen_kernels.cpu.simd import LANES, TILE
 from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.shared_prefix import SharingCost
 from batchgen_kernels.spec import AttentionSpec
 
 _SERIAL_COST = 2048
@@ -86,6 +87,9 @@ class CpuBackend:
         compiled(kv_dtype)
         *scales, key, value = common.divide_pages(pages, _parts(spec, block_size, kv_dtype))
         return KVCache(key, value, block_size, *scales)
+
+    def sharing(self, spec: AttentionSpec, dtype: torch.dtype, kv: KVCache) -> SharingCost | None:
+        return None
 
     def write(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, meta: AttentionMetadata) -> None:
         step = self._step(kv, meta)

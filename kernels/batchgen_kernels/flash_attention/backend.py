@@ -12,6 +12,7 @@ from batchgen_kernels import backend as common
 from batchgen_kernels.backend import KVCache, Part
 from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.shared_prefix import SharingCost
 from batchgen_kernels.spec import AttentionSpec
 from batchgen_kernels.storage import stored
 
@@ -54,6 +55,9 @@ class _FlashAttention(ABC):
             raise ValueError(f"the {self.name} attention backend stores no keys and values as {kv_dtype}")
         key, value = common.divide_pages(pages, _parts(spec, block_size, kv_dtype))
         return KVCache(key, value, block_size)
+
+    def sharing(self, spec: AttentionSpec, dtype: torch.dtype, kv: KVCache) -> SharingCost | None:
+        return None
 
     def write(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, meta: AttentionMetadata) -> None:
         # Rows without a place put back what the null block has there, so that none has to be counted.

@@ -49,6 +49,22 @@ values, except in float16, where such a product may be too small. A sink joins t
 (`tiles.choose_splits` has the formula); a second kernel adds the parts up. With `fixed_split` parts end at
 multiples of it and tiles have one size, so that how a row is summed depends on its position alone.
 
+**Shared keys.** Where sequences with one row each begin with the same blocks, and it saves time
+(`shared_prefix.SharingCost` has the formula, `AttentionMetadata.shared` says which they are), a launch before
+attends to these blocks alone: a group takes the place of a sequence, its members' rows fill tiles of 64 rows,
+and all of them see all its keys, which are read by way of the first member's table.
+
+```
+group       0                       1
+tile row    0..3  4..7  8..11 ...   0..3  4..7        4 heads a KV head
+member      m0    m1    m2          m0    m1          sequences of the step, in the order of `members`
+```
+
+It leaves float32 sums, largest scores and weights of each sequence, in splits. The launch over all rows then
+reads a member's own keys from there on, and adds those sums before it divides: no further launch merges them.
+Layers with a window read all their keys, as do backends with `fixed_split`, whose bits must not depend on who
+else is in the step.
+
 **Sizes** of tiles and pipelines are in `tiles.TILE_LIMITS`; `make kernels-aot` prints what they take.
 """
 

@@ -68,7 +68,7 @@ def _store_part(ptr, offsets, present, x, FIRST: tl.constexpr, PART: tl.constexp
 
 
 # What changes from step to step, by which a kernel would be compiled anew in the middle of a run.
-@triton.jit(do_not_specialize=["num_seqs", "num_splits", "table_stride"])
+@triton.jit(do_not_specialize=["num_seqs", "num_splits", "num_shared", "table_stride"])
 def attend_kernel(
     out_ptr,
     partial_ptr,
@@ -82,8 +82,14 @@ def attend_kernel(
     starts_ptr,
     seq_lens_ptr,
     table_ptr,
+    members_ptr,
+    rows_ptr,
+    skipped_ptr,
+    shared_partial_ptr,
+    shared_stats_ptr,
     num_seqs,
     num_splits,
+    num_shared,
     query_token_stride,
     query_head_stride,
     table_stride,
@@ -113,6 +119,9 @@ def attend_kernel(
     FP8: tl.constexpr,
     SPLIT: tl.constexpr,
     FIXED_TILES: tl.constexpr,
+    SHARED: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+    CONTINUED: tl.constexpr,
 ):
     """One tile of query rows of one KV head against one split of its keys.
 
@@ -120,6 +129,13 @@ def attend_kernel(
     `partial_ptr` [T, HEADS, num_splits, V_HEAD_SIZE] and (largest score, weight) to `stats_ptr`
     [T, HEADS, num_splits, 2] for `merge_kernel`; else the result goes to `out_ptr`. `FIXED_TILES` counts
     the key tiles of a split from position 0; 0 divides what this tile sees by the number of splits.
+
+    `SHARED` attends to what groups of sequences have in common: a group takes the place of a sequence, whose
+    rows are its members', one each, and all stand behind its keys. `starts_ptr` then counts members,
+    `members_ptr` has their sequences, `rows_ptr` the first row of each sequence, a split has `LEAST_TILES`
+    key tiles at least, and sums are those of sequences, [S, HEADS, num_splits, ...]. `CONTINUED` leaves out
+    the first `skipped_ptr` keys of each sequence and adds the sums that such a launch left in
+    `shared_partial_ptr` and `shared_stats_ptr`, of `num_shared` splits.
     """
     # Later tiles of a sequence see more keys: who starts first should take longest.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -131,7 +147,13 @@ def attend_kernel(
     seq = _sequence_of(tile, starts_ptr, num_seqs, TILE_TOKENS)
     start = tl.load(starts_ptr + seq)
     num_rows = tl.load(starts_ptr + seq + 1) - start
-    history = tl.load(seq_lens_ptr + seq) - num_rows
+    history = tl.load(seq_lens_ptr + seq)
+    if not SHARED:
+        history = history - num_rows
+    if CONTINUED:
+        # From here on positions count from the first of its own keys.
+        skipped = tl.load(skipped_ptr + seq)
+        history = history - skipped
     if TILE_TOKENS > 1:
         first = (tile - start // TILE_TOKENS - seq) * TILE_TOKENS
     else:
@@ -144,14 +166,20 @@ def attend_kernel(
     group_head = chunk * TILE_HEADS + row % TILE_HEADS
     valid = (row < TILE_TOKENS * TILE_HEADS) & (token < num_rows) & (group_head < GROUP)
     head = kv_head * GROUP + group_head
-    position = history + token
-    step_row = (start + token).to(tl.int64)
+    if SHARED:
+        member = tl.load(members_ptr + start + token, mask=valid, other=0)
+        step_row = tl.load(rows_ptr + member, mask=valid, other=0).to(tl.int64)
+    else:
+        position = history + token
+        step_row = (start + token).to(tl.int64)
     query_row = step_row * query_token_stride + head * query_head_stride
     query1 = _load_part(query_ptr, query_row, valid, False, 0, K1, HEAD_SIZE)
     if K2 > 0:
         query2 = _load_part(query_ptr, query_row, valid, False, K1, K2, HEAD_SIZE)
 
-    end = history + tl.minimum(first + TILE_TOKENS, num_rows)
+    end = history
+    if not SHARED:
+        end = history + tl.minimum(first + TILE_TOKENS, num_rows)
     begin = tl.full([], 0, tl.int32)
     if WINDOW > 0:
         begin = tl.maximum(history + first - WINDOW + 1, 0)
@@ -165,10 +193,17 @@ def attend_kernel(
             high = tl.minimum(high, (split + 1) * FIXED_TILES)
         else:
             share = (high - low + num_splits - 1) // num_splits
+            if SHARED:
+                share = tl.maximum(share, LEAST_TILES)
             low = low + split * share
             high = tl.minimum(high, low + share)
 
-    table_row = table_ptr + seq.to(tl.int64) * table_stride
+    owner = seq
+    if SHARED:
+        owner = tl.load(members_ptr + start)
+    table_row = table_ptr + owner.to(tl.int64) * table_stride
+    if CONTINUED:
+        table_row = table_row + skipped // BLOCK_SIZE
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     sum1 = tl.zeros([BLOCK_M, V1], tl.float32)
@@ -177,7 +212,10 @@ def attend_kernel(
     # Tiles of keys that all rows see come first, and need no masks.
     whole = low
     if WINDOW == 0:
-        whole = tl.minimum(tl.maximum((history + first + 1) // BLOCK_N, low), high)
+        seen_by_all = history
+        if not SHARED:
+            seen_by_all = history + first + 1
+        whole = tl.minimum(tl.maximum(seen_by_all // BLOCK_N, low), high)
     column = tl.arange(0, BLOCK_N)
     for rest in tl.static_range(2):
         for n in range(whole if rest else low, high if rest else whole):
@@ -214,7 +252,9 @@ def attend_kernel(
                 # tanh(x) = 1 - 2 / (1 + exp(2x)), right at both ends without a branch.
                 scores = cap * (1 - 2 / (1 + tl.exp2(scores * factor)))
             if rest:
-                visible = present[None, :] & (key_position[None, :] <= position[:, None])
+                visible = present[None, :]
+                if not SHARED:
+                    visible = visible & (key_position[None, :] <= position[:, None])
                 if WINDOW > 0:
                     visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
                 scores = tl.where(visible, scores, float("-inf"))
@@ -250,7 +290,33 @@ def attend_kernel(
                     value = _widen(value, query1.dtype, FP8)
                 sum2 = tl.dot(probability, value, sum2 * fade[:, None], input_precision="ieee")
 
+    if CONTINUED:
+        # The first split alone takes them in, so that they are counted once.
+        count = tl.where((skipped > 0) & (split == 0), num_shared, 0)
+        first_sum = seq.to(tl.int64) * HEADS * num_shared
+        its_stats_ptr = shared_stats_ptr + first_sum * 2
+        its_partial_ptr = shared_partial_ptr + first_sum * V_HEAD_SIZE
+        for s in range(count):
+            shared_row = head * num_shared + s
+            its_largest = tl.load(its_stats_ptr + shared_row * 2, mask=valid, other=float("-inf"))
+            its_weight = tl.load(its_stats_ptr + shared_row * 2 + 1, mask=valid, other=0)
+            larger = tl.maximum(largest, its_largest)
+            base = tl.where(larger == float("-inf"), 0.0, larger)
+            fade = tl.exp2(largest - base)
+            gain = tl.exp2(its_largest - base)
+            # NaN is not 0.
+            seen = valid & (its_weight != 0)
+            weight = weight * fade + its_weight * gain
+            largest = larger
+            part = _load_part(its_partial_ptr, shared_row * V_HEAD_SIZE, seen, False, 0, V1, V_HEAD_SIZE)
+            sum1 = sum1 * fade[:, None] + part * gain[:, None]
+            if V2 > 0:
+                part = _load_part(its_partial_ptr, shared_row * V_HEAD_SIZE, seen, False, V1, V2, V_HEAD_SIZE)
+                sum2 = sum2 * fade[:, None] + part * gain[:, None]
+
     out_row = step_row * HEADS + head
+    if SHARED:
+        out_row = member.to(tl.int64) * HEADS + head
     if SPLIT:
         out_row = out_row * num_splits + split
         tl.store(stats_ptr + out_row * 2, largest, mask=valid)

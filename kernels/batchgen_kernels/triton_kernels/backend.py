@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from batchgen_kernels import backend as common
 from batchgen_kernels.backend import KVCache, Part
 from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.metadata import AttentionMetadata
+from batchgen_kernels.shared_prefix import LEAST_KEYS, SharingCost
 from batchgen_kernels.spec import AttentionSpec
 from batchgen_kernels.storage import LARGEST
 from batchgen_kernels.triton_kernels.attend_kernel import attend_kernel, merge_kernel
@@ -25,12 +27,26 @@ from batchgen_kernels.triton_kernels.tiles import (
     choose_fixed_tile,
     choose_splits,
     choose_tile,
+    columns_of,
     parts,
     power_of_two,
+    sharing_cost,
 )
 from batchgen_kernels.triton_kernels.write_kernel import write_kernel
 
 LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedSums:
+    """What sequences see of the keys that they have in common, and in how many splits it lies there.
+
+    `partial` is float32 [S, num_heads, splits, v_head_size], `stats` [S, num_heads, splits, 2].
+    """
+
+    partial: torch.Tensor
+    stats: torch.Tensor
+    splits: int
 
 
 class TritonBackend:
@@ -87,6 +103,12 @@ class TritonBackend:
         *scales, key, value = common.divide_pages(pages, _parts(spec, block_size, kv_dtype))
         return KVCache(key, value, block_size, *scales)
 
+    def sharing(self, spec: AttentionSpec, dtype: torch.dtype, kv: KVCache) -> SharingCost | None:
+        """See `AttentionBackend`; None where bits must not depend on who else is in the step."""
+        if self._fixed_split is not None or spec.sliding_window is not None:
+            return None
+        return sharing_cost(spec, dtype, kv.dtype, _chip(kv.key.device))
+
     def write(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, meta: AttentionMetadata) -> None:
         _check_metadata(kv, meta)
         heads, head_size, v_head_size = int(kv.key.shape[1]), int(kv.key.shape[3]), int(kv.value.shape[3])
@@ -132,15 +154,15 @@ class TritonBackend:
         if not meta.num_tokens:
             return out
         num_seqs = int(meta.seq_lens.shape[0])
-        tile = self._tile(spec, query.dtype, kv, -(-meta.num_tokens // num_seqs))
-        columns = spec.num_kv_heads * -(-spec.group_size // tile.heads)
+        before = self._attend_shared(query, kv, meta, spec)
+        tile = self._tile(
+            spec, query.dtype, kv, -(-meta.num_tokens // num_seqs), continued=before is not None
+        )
+        columns = columns_of(spec, tile)
         splits = self._splits(meta, tile, columns, query.device)
         partial = stats = None
         if splits is not None:
-            partial = query.new_empty(
-                meta.num_tokens, spec.num_heads, splits, spec.v_head_size, dtype=torch.float32
-            )
-            stats = query.new_empty(meta.num_tokens, spec.num_heads, splits, 2, dtype=torch.float32)
+            partial, stats = _sums(query, spec, meta.num_tokens, splits)
         tiles = meta.num_tokens if tile.tokens == 1 else meta.num_tokens // tile.tokens + num_seqs
         key_scale_page, value_scale_page = _scale_pages(kv)
         attend_kernel[(tiles, columns, splits or 1)](
@@ -156,8 +178,14 @@ class TritonBackend:
             meta.query_start_loc,
             meta.seq_lens,
             meta.block_table,
+            None,
+            None,
+            meta.shared.skipped if meta.shared and before else None,
+            before and before.partial,
+            before and before.stats,
             num_seqs,
             splits or 1,
+            before.splits if before else 1,
             query.stride(0),
             query.stride(1),
             meta.block_table.stride(0),
@@ -173,6 +201,7 @@ class TritonBackend:
                 _chip(query.device),
                 split=splits is not None,
                 fixed_split=self._fixed_split,
+                continued=before is not None,
             ),
         )
         if splits is not None:
@@ -182,11 +211,60 @@ class TritonBackend:
             )
         return out
 
-    def _tile(self, spec: AttentionSpec, dtype: torch.dtype, kv: KVCache, rows_per_sequence: int) -> Tile:
+    def _attend_shared(
+        self, query: torch.Tensor, kv: KVCache, meta: AttentionMetadata, spec: AttentionSpec
+    ) -> _SharedSums | None:
+        """Attend to what groups of sequences have in common; None where that is not done in this layer."""
+        shared, cost = meta.shared, self.sharing(spec, query.dtype, kv)
+        if shared is None or cost is None:
+            return None
+        num_seqs, groups = int(meta.seq_lens.shape[0]), int(shared.lens.shape[0])
+        splits = cost.splits(num_seqs, int(meta.block_table.shape[1]) * meta.block_size)
+        partial, stats = _sums(query, spec, num_seqs, splits)
+        chip, members = _chip(query.device), int(shared.members.shape[0])
+        tile = choose_fixed_tile(spec, query.dtype, kv.dtype, chip)
+        tiles = members if tile.tokens == 1 else members // tile.tokens + groups
+        key_scale_page, value_scale_page = _scale_pages(kv)
+        attend_kernel[(tiles, columns_of(spec, tile), splits)](
+            None,
+            partial,
+            stats,
+            query,
+            bytes_of(kv.key),
+            bytes_of(kv.value),
+            kv.key_scale,
+            kv.value_scale,
+            None,
+            shared.starts,
+            shared.lens,
+            meta.block_table,
+            shared.members,
+            meta.query_start_loc,
+            None,
+            None,
+            None,
+            groups,
+            splits,
+            1,
+            query.stride(0),
+            query.stride(1),
+            meta.block_table.stride(0),
+            kv.key.stride(0),
+            kv.value.stride(0),
+            key_scale_page,
+            value_scale_page,
+            *_factors(spec),
+            **attend_constants(spec, kv, tile, chip, split=True, shared=True),
+        )
+        return _SharedSums(partial, stats, splits)
+
+    def _tile(
+        self, spec: AttentionSpec, dtype: torch.dtype, kv: KVCache, rows_per_sequence: int, *, continued: bool
+    ) -> Tile:
         chip = _chip(kv.key.device)
         if self._fixed_split is not None:
             return choose_fixed_tile(spec, dtype, kv.dtype, chip)
-        return choose_tile(spec, dtype, kv.dtype, rows_per_sequence, chip)
+        return choose_tile(spec, dtype, kv.dtype, rows_per_sequence, chip, continued=continued)
 
     def _splits(self, meta: AttentionMetadata, tile: Tile, columns: int, device: torch.device) -> int | None:
         """None where every program writes its result itself."""
@@ -199,7 +277,15 @@ class TritonBackend:
 
 
 def attend_constants(
-    spec: AttentionSpec, kv: KVCache, tile: Tile, chip: Chip, *, split: bool, fixed_split: int | None = None
+    spec: AttentionSpec,
+    kv: KVCache,
+    tile: Tile,
+    chip: Chip,
+    *,
+    split: bool,
+    fixed_split: int | None = None,
+    shared: bool = False,
+    continued: bool = False,
 ) -> dict[str, Any]:
     """What `attend_kernel` is compiled for: its constants, and triton's own options.
 
@@ -223,11 +309,14 @@ def attend_constants(
         "BLOCK_N": tile.keys,
         "WINDOW": spec.sliding_window or 0,
         "SOFTCAP": spec.softcap is not None,
-        "SINKS": spec.has_sinks,
+        "SINKS": spec.has_sinks and not shared,
         "SCALED": kv.dtype in LARGEST,
         "FP8": (1 if chip.capability >= 89 else 2) if kv.dtype == torch.float8_e4m3fn else 0,
         "SPLIT": split,
         "FIXED_TILES": (fixed_split or 0) // tile.keys,
+        "SHARED": shared,
+        "LEAST_TILES": LEAST_KEYS // tile.keys if shared else 0,
+        "CONTINUED": continued,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
         "enable_fp_fusion": True,
@@ -272,6 +361,17 @@ def _parts(spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> list[
     return [*scales, (kv_dtype, (*vectors, spec.head_size)), (kv_dtype, (*vectors, spec.v_head_size))]
 
 
+def _sums(
+    query: torch.Tensor, spec: AttentionSpec, rows: int, splits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for sums of values, and for largest scores and weights."""
+    sizes = (rows, spec.num_heads, splits)
+    return (
+        query.new_empty(*sizes, spec.v_head_size, dtype=torch.float32),
+        query.new_empty(*sizes, 2, dtype=torch.float32),
+    )
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A part of the cache as kernels take it: fp8 by its bytes, which every chip has."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
@@ -297,7 +397,10 @@ def _chip(device: torch.device) -> Chip:
     index = torch.cuda.current_device() if device.index is None else device.index
     major, minor = torch.cuda.get_device_capability(index)
     found = triton.runtime.driver.active.utils.get_device_properties(index)
-    return Chip(major * 10 + minor, found["max_shared_mem"], found["multiprocessor_count"])
+    processors = found["multiprocessor_count"]
+    # Two transfers for each beat of the clock, which is in kHz; not every driver tells it.
+    bandwidth = 2e3 * found["mem_clock_rate"] * found["mem_bus_width"] / 8 or processors * 2.5e10
+    return Chip(major * 10 + minor, found["max_shared_mem"], processors, bandwidth)
 
 
 def _check_metadata(kv: KVCache, meta: AttentionMetadata) -> None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from batchgen_kernels.shared_prefix import SharingCost
 from batchgen_kernels.spec import AttentionSpec
+from batchgen_kernels.storage import LARGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +19,20 @@ class Chip:
         capability: compute capability, 90 for 9.0.
         shared_memory: bytes that one program may have.
         processors: how many there are.
+        bandwidth: bytes a second of its memory.
     """
 
     capability: int
     shared_memory: int
     processors: int
+    bandwidth: float
 
 
-A100, H100, B200 = Chip(80, 163 * 1024, 108), Chip(90, 227 * 1024, 132), Chip(100, 227 * 1024, 148)
-INTERPRETER = Chip(90, 227 * 1024, 1)
-"""Works on one program at a time, so that splits would not be any use."""
+A100 = Chip(80, 163 * 1024, 108, 2.0e12)
+H100 = Chip(90, 227 * 1024, 132, 3.35e12)
+B200 = Chip(100, 227 * 1024, 148, 8.0e12)
+INTERPRETER = Chip(90, 227 * 1024, 1, 1e8)
+"""Works on one program at a time, so that splits would not be any use, and slowly."""
 SMALLEST_TILE = 16
 """Rows and columns that a tensor core takes at least."""
 WRITE_ROWS = 16
@@ -97,6 +103,8 @@ def choose_tile(
     kv_dtype: torch.dtype,
     rows_per_sequence: int,
     chip: Chip,
+    *,
+    continued: bool = False,
 ) -> Tile:
     """The tile of a step.
 
@@ -109,6 +117,7 @@ def choose_tile(
         kv_dtype: of the cache.
         rows_per_sequence: tokens of a sequence, rounded up.
         chip: where it runs.
+        continued: whether sums of shared keys are added.
     """
     halves = 1 if chip.capability >= 90 or dtype.itemsize > 2 else 2
     limits = _limits(spec, dtype)
@@ -120,12 +129,33 @@ def choose_tile(
         keys = limits.many_keys
     while stages > 1 and shared_bytes(spec, dtype, kv_dtype, rows, keys, stages) > chip.shared_memory:
         stages -= 1
-    # Tiles of two parts, and wide ones of bytes, which are widened in registers, take more of them.
-    bytewise = kv_dtype.itemsize == 1 and max(spec.head_size, spec.v_head_size) > 128
-    many = (bytewise and rows <= 32) or (parts(spec.head_size)[1] and rows == 32)
+    # Tiles of two parts, and wide ones of bytes, which are widened in registers, take more of them; as do
+    # wide ones to whose sums others are added.
+    wide = max(spec.head_size, spec.v_head_size) > 128 and (kv_dtype.itemsize == 1 or continued)
+    many = (wide and rows <= 32) or (parts(spec.head_size)[1] and rows == 32)
     fewest = 2 * FEWEST_WARPS if many else FEWEST_WARPS
     warps = max(rows * sum(parts(spec.v_head_size)) * halves // limits.warp_floats, fewest)
     return Tile(rows, rows // heads, heads, keys, power_of_two(warps), stages)
+
+
+def sharing_cost(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, chip: Chip) -> SharingCost:
+    """Of keys that sequences have in common, in tiles of `choose_fixed_tile`."""
+    tile = choose_fixed_tile(spec, dtype, kv_dtype, chip)
+    scales = 8 if kv_dtype in LARGEST else 0
+    widths = (spec.head_size + spec.v_head_size) * kv_dtype.itemsize
+    return SharingCost(
+        tile=tile.tokens,
+        key_bytes=spec.num_kv_heads * (widths + scales),
+        sum_bytes=8 * spec.num_heads * spec.v_head_size,
+        columns=columns_of(spec, tile),
+        processors=chip.processors,
+        bandwidth=chip.bandwidth,
+    )
+
+
+def columns_of(spec: AttentionSpec, tile: Tile) -> int:
+    """Programs of a tile's rows: KV heads, times chunks of their query heads."""
+    return spec.num_kv_heads * -(-spec.group_size // tile.heads)
 
 
 def choose_fixed_tile(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, chip: Chip) -> Tile:

@@ -18,6 +18,7 @@ import torch
 from batchgen_kernels import AttentionMetadata, AttentionSpec, KVCache
 from batchgen_kernels.backend import allocate
 from batchgen_kernels.reference import ReferenceBackend
+from batchgen_kernels.shared_prefix import SharedGroup
 from batchgen_kernels.triton_kernels import TritonBackend, backend
 from batchgen_kernels.triton_kernels.tiles import INTERPRETER, Chip
 
@@ -45,6 +46,8 @@ class Case:
     """One step: `sequences` are (rows cached before, rows of this step).
 
     `splits` None leaves it to the formula; `fixed` is `fixed_split`; `chip` is the one that tiles are for.
+    `groups` are sequences and how many blocks they begin with in common, `empty` further ones without any;
+    None: these are not said to the kernel.
     """
 
     spec: AttentionSpec
@@ -60,6 +63,8 @@ class Case:
     seed: int = 0
     sink: float = 0.0
     chip: Chip = INTERPRETER
+    groups: Sequence[tuple[Sequence[int], int]] = ()
+    empty: int | None = 0
     tables: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,14 +72,21 @@ class Case:
         counts = [-(-sum(n) // self.block_size) for n in self.sequences]
         free = (torch.randperm(sum(counts), generator=g) + 1).tolist()
         tables = [[free.pop() for _ in range(n)] + [0] * self.spare_blocks for n in counts]
+        for members, blocks in self.groups:
+            for s in members:
+                tables[s][:blocks] = tables[members[0]][:blocks]
         object.__setattr__(self, "tables", tables)
 
     @property
     def metadata(self) -> AttentionMetadata:
         rows = [n for _, n in self.sequences]
         lens = [sum(n) for n in self.sequences]
+        said: list[SharedGroup] = []
+        if self.empty is not None:
+            said = [SharedGroup(members, blocks * self.block_size) for members, blocks in self.groups]
+            said[1:1] = [SharedGroup((), 0)] * self.empty
         return AttentionMetadata.build(
-            rows, lens, self.tables, self.block_size, num_rows=sum(rows) + self.padding
+            rows, lens, self.tables, self.block_size, num_rows=sum(rows) + self.padding, groups=said
         )
 
     @property
@@ -93,7 +105,13 @@ class Case:
             (total, spec.num_kv_heads, spec.head_size),
             (total, spec.num_kv_heads, spec.v_head_size),
         ]
-        return [torch.randn(size, generator=g).to(self.dtype) for size in sizes]
+        query, key, value = (torch.randn(size, generator=g).to(self.dtype) for size in sizes)
+        starts = list(itertools.accumulate(map(sum, self.sequences), initial=0))
+        for (first, *others), blocks in self.groups:
+            keys = blocks * self.block_size
+            for vectors, s in itertools.product((key, value), others):
+                vectors[starts[s] : starts[s] + keys] = vectors[starts[first] : starts[first] + keys]
+        return [query, key, value]
 
     def cache(self, target: TritonBackend | ReferenceBackend) -> KVCache:
         """All sequences written, one of them after the other, among filler."""

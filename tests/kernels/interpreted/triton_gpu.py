@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
 from families import FAMILIES
 
 from batchgen.types import SamplingParams
+from batchgen_kernels.triton_kernels import TritonBackend
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 3 + [7], [250]]
 
@@ -47,6 +48,32 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 24,
     "max_num_seqs": 4,
 }
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_prompts_that_begin_alike_are_attended_to_once(
+    graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture, shared = StandInCapture(), 0
+    attend = TritonBackend._attend_shared
+
+    def counting(self: TritonBackend, *given: Any) -> Any:
+        nonlocal shared
+        sums = attend(self, *given)
+        shared += sums is not None
+        return sums
+
+    stand_in_gpu(monkeypatch, capture)
+    folder = save_tiny_llama(tmp_path, num_hidden_layers=1)
+    settings = {"attention": "triton", "dtype": "float32", "max_model_len": 48, "max_num_batched_tokens": 64}
+    engine = make_engine(folder, cuda_graphs=graphs, max_num_seqs=4, **settings)
+    monkeypatch.setattr(TritonBackend, "_attend_shared", counting)
+    prompts = [[*PROMPTS[0], *range(n)] for n in range(3)]
+    outputs = run(engine, prompts, SamplingParams(max_tokens=3))
+    engine.core.close()
+    assert [output.token_ids for output in outputs] == oracle(folder, prompts, 3)
+    assert shared > 0
+    assert (capture.launched > 0) is graphs
 
 
 @pytest.mark.parametrize("graphs", [False, "auto"])

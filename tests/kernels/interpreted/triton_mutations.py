@@ -45,8 +45,8 @@ MUTATIONS = {
     ),
     "a tile is taken for whole": (
         DIAGONAL,
-        "(history + first + 1) // BLOCK_N",
-        "(history + first + 2) // BLOCK_N",
+        "seen_by_all = history + first + 1",
+        "seen_by_all = history + first + 2",
     ),
     "whole tiles are left out": (DIAGONAL, "whole if rest else low", "whole if rest else whole"),
     "the scale is left out": (DIAGONAL, "unit = 1.0 if SOFTCAP else factor", "unit = 1.0"),
@@ -59,8 +59,8 @@ MUTATIONS = {
     "a place in the wrong half of its block": (BLOCKS, "n * BLOCK_N % BLOCK_SIZE + column", "column"),
     "rows of a chunk are placed as the first": (
         FULL,
-        "history = tl.load(seq_lens_ptr + seq) - num_rows",
-        "history = 0",
+        "history = history - num_rows",
+        "history = history * 0",
     ),
     "no value scale in float16": (FP8, "tl.float32, FP8) * value_scale[:, None]", "tl.float32, FP8)"),
     "the exponent of fp8 is one off": (FP8, "bitcast=True) * 256.0", "bitcast=True) * 128.0"),
