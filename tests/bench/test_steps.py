@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_harness import make_engine
+from stand_in_gpu import StandInCapture, stand_in_gpu
 from tiny_models import save_tiny_llama
 
 from batchgen.bench.gaps import STEPS, busy_seconds, host_share, idle_share, profiled, waiting_shares
@@ -69,6 +70,24 @@ def test_every_step_of_a_pass(folder: Path) -> None:
     assert [step.kind for step in done.steps] == [PROMPTS] * 2 + [DECODING] * 4
     assert sum(step.seconds for step in done.steps) <= done.seconds
     assert vars(engine.core.runner).get("execute") is vars(engine.core.scheduler).get("rollback") is None
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_steps_as_a_gpu_takes_them(folder: Path, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """Also where a step is launched before the last has ended, rows end early, and steps are captured."""
+    capture = StandInCapture()
+    stand_in_gpu(monkeypatch, capture)
+    core = make_engine(folder, attention="reference", max_num_batched_tokens=32, cuda_graphs=True).core
+    rows = requests(4, 20, 9)
+    for i, row in enumerate(rows):
+        row.sampling = SamplingParams(max_tokens=5 + i, temperature=1.0, ignore_eos=not ends)
+    done = run_pass(core, rows)
+    assert len(done.outputs) == 4
+    assert capture.launched
+    assert done.count == len(done.steps) > 0
+    assert sum(step.tokens for step in done.steps) == done.computed
+    assert [step.kind for step in done.steps[:3]] == [PROMPTS] * 3
+    assert {step.kind for step in done.steps[4:]} == {DECODING}
 
 
 def test_what_was_in_the_cache_is_not_computed(folder: Path) -> None:

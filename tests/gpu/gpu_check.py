@@ -109,7 +109,7 @@ def _of_speed(name: str) -> Callable[[Any, Any, float], None]:
     def run(notes: Any, place: Any, until: float) -> None:
         import gpu_speed
 
-        getattr(gpu_speed, name)(notes, place)
+        getattr(gpu_speed, name)(notes, place, until)
 
     return run
 
@@ -348,7 +348,7 @@ def _markdown(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield ", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str | int))
     yield ""
-    missing = ", ".join(facts.get("missing", [])) or "nothing"
+    missing = ", ".join(facts.get("missing", ["not looked for"])) or "nothing"
     yield f"Not installed: {missing}. It took {report['seconds']:.0f} s."
     wanted = [figure for figure in report["figures"] if figure["met"] is not None]
     met = sum(figure["met"] for figure in wanted)

@@ -39,8 +39,8 @@ LONGEST = 9000
 """Tokens of a row: those of `prefill` are of 8,000."""
 
 
-def kernels(notes: Notes, place: Place) -> None:
-    """Each kernel at the shapes of a model, of what this GPU can do."""
+def kernels(notes: Notes, place: Place, _: float) -> None:
+    """Each kernel at the shapes of a model, of what this GPU can do; one that fails ends alone."""
     dtype = torch.float32 if place.dry else torch.bfloat16
     limits = ceilings(place.device, dtype, quick=place.dry)
     notes.figure("copy bandwidth", limits.copy_bandwidth / 1e9, "GB/s")
@@ -50,8 +50,9 @@ def kernels(notes: Notes, place: Place) -> None:
     sizes = TINY_SIZES if place.dry else DEVICE_SIZES
     found: list[Measured] = []
     try:
-        cases = cases_of(layer, place.device, dtype, sizes, "triton")
-        measure(cases, limits, place.device, quick=place.dry, tell=found.append)
+        for case in cases_of(layer, place.device, dtype, sizes, "triton"):
+            with notes.attempt(f"{case.kernel} {case.shape}"):
+                found += measure([case], limits, place.device, quick=place.dry)
     finally:
         notes.fact("kernels", list(lines(report(model, limits, found))))
         for one in found:
@@ -97,7 +98,7 @@ def _numbers(shape: str) -> tuple[int, int]:
     return numbers[0], max(numbers[1:], default=0)
 
 
-def jobs(notes: Notes, place: Place) -> None:
+def jobs(notes: Notes, place: Place, until: float) -> None:
     """Prompts, decoding, a shared prefix, on one engine; and what of a step the GPU waits."""
     model, half = (TINY, "float32") if place.dry else (MODEL, "bfloat16")
     ceiling = ceilings(place.device, getattr(torch, half), quick=place.dry)
@@ -113,9 +114,12 @@ def jobs(notes: Notes, place: Place) -> None:
     bench = _Jobs(notes, place, core, shapes, limits, half)
     notes.figure("warm-up", bench.run(warmup_rows()).seconds, "s")
     for part in (_prefill, _decode, _shared):
-        with notes.attempt(f"{part.__name__.strip('_')} runs to its end"):
+        name = part.__name__.strip("_")
+        if time.monotonic() > until and not place.dry:
+            notes.skip(name, "the section's time was over")
+            continue
+        with notes.attempt(f"{name} runs to its end"):
             part(notes, bench)
-    notes.fact("jobs", bench.told)
     llm.close()
 
 
@@ -202,6 +206,7 @@ class _Jobs:
             host = waiting_shares(self.core, done, self._requests, self._first)
         self._first += len(self._requests)
         self.told += [f"{self._name}:", *table.steps(self.used, host, done.seconds)]
+        self._notes.fact("jobs", self.told)
         for kind, share in host.items():
             name = f"{self._name}: the GPU waits for the host, steps: {kind}"
             if share is None:
