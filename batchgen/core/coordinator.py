@@ -79,8 +79,11 @@ class KVCacheCoordinator:
 
     def covers(self, request_id: int, num_tokens: int) -> bool:
         """Whether the tables have blocks for positions 0 to `num_tokens` already."""
-        # The tables of all groups are equally long.
-        return len(self.managers[0].tables[request_id].blocks) * self.block_size >= num_tokens
+        return self.num_blocks(request_id) * self.block_size >= num_tokens
+
+    def num_blocks(self, request_id: int) -> int:
+        """Length of a request's tables, which is the same in all groups."""
+        return len(self.managers[0].tables[request_id].blocks)
 
     def num_registered(self, request_id: int) -> int:
         """Leading blocks that have had their name set, the same in all groups."""

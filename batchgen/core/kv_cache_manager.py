@@ -116,8 +116,12 @@ class KVCacheManager:
         """Name the blocks that the first `num_tokens` known tokens fill; returns those named now."""
         if not self.prefix_caching:
             return []
+        registered = self.coordinator.num_registered(request.request_id)
+        # In most steps of decoding no block is filled, which is seen without asking what is known.
+        if num_tokens // self.block_size <= registered:
+            return []
         num_full = min(num_tokens, request.num_tokens) // self.block_size
-        if num_full <= self.coordinator.num_registered(request.request_id):
+        if num_full <= registered:
             return []
         extend_block_hashes(request, self.block_size)
         return self.coordinator.register(request.request_id, request.block_hashes, num_full)
@@ -182,8 +186,8 @@ class KVCacheManager:
 
     def num_slack_tokens(self, request: Request) -> int:
         """Slots of a request's blocks, over all groups, that hold no token."""
-        tables = self.block_ids(request)
-        return sum(len(ids) * self.block_size - request.num_computed_tokens for ids in tables)
+        each = self.coordinator.num_blocks(request.request_id) * self.block_size - request.num_computed_tokens
+        return len(self.coordinator.managers) * each
 
     def check(self) -> None:
         """Assert the invariants of pool, tables, prefix index and reservations."""

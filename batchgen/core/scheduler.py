@@ -386,10 +386,11 @@ class Scheduler:
         self._schedule_tokens(step, request, num_tokens)
 
     def _num_to_compute(self, request: Request) -> int:
-        missing = request.num_tokens - request.num_computed_tokens
-        if missing < 1 or request.num_tokens > self._most_tokens(request):
+        known = request.num_tokens
+        missing = known - request.num_computed_tokens
+        if missing < 1 or known > self._most_tokens(request):
             raise EngineError(
-                f"request {request.request_id} has {counted(request.num_tokens, 'token')}, {missing:,} of "
+                f"request {request.request_id} has {counted(known, 'token')}, {missing:,} of "
                 f"them to compute, and max_model_len is {self.config.max_model_len}; it should have been "
                 "finished"
             )

@@ -405,10 +405,11 @@ class EngineCore:
         return self._decodings[sampling]
 
     def _sampling_row(self, request: Request, sample: int) -> SamplingRow:
-        row = self._live[request.row]
+        ordinal = request.row
+        row = self._live[ordinal]
         history = row.samples[sample].history
         return SamplingRow(
-            request.sampling, request.row, sample, request.num_tokens, row.decoding.operations, history
+            request.sampling, ordinal, sample, request.num_tokens, row.decoding.operations, history
         )
 
     def _go_on(self, request: Request, drawn: _Drawn, now: float) -> Iterator[Output]:
