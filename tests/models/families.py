@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from tiny_models import save_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -173,7 +174,7 @@ _SHARED_WINDOWS = (WINDOW, None, WINDOW, WINDOW, None)
 _SOURCES = (None, None, None, 2, 1)
 _EXPERTS = {"num_experts_per_tok": 2, "num_experts": 6, "moe_intermediate_size": 32}
 
-FAMILIES: tuple[Family, ...] = (
+_EVERY: tuple[Family, ...] = (
     family("llama", "LlamaConfig"),
     family("mistral", "MistralConfig", sliding_window=WINDOW, windows=(WINDOW,) * 3),
     family("qwen2", "Qwen2Config"),
@@ -307,4 +308,10 @@ FAMILIES: tuple[Family, ...] = (
     family("minicpm3", "MiniCPM3Config", _MLA, traits="rope mla"),
     family("deepseek_v2", "DeepseekV2Config", _MLA, topk_method="greedy", traits="rope moe mla"),
     family("deepseek_v3", "DeepseekV3Config", _MLA, n_group=2, topk_group=1, traits="rope moe mla"),
+)
+_SINCE = {"gptj": "5.24"}
+"""Versions of transformers whose code for a family calls attention by its name. Earlier ones, of which 5.17
+was looked at, have a class for each kind that they know and make no model for others: it is refused."""
+FAMILIES = tuple(
+    one for one in _EVERY if Version(transformers.__version__) >= Version(_SINCE.get(one.name, "0"))
 )
