@@ -102,21 +102,23 @@ def resolve_dtypes(dtype: str, kv_cache_dtype: str, device: str) -> tuple[str, s
     return dtype, dtype if kv_cache_dtype == "auto" else kv_cache_dtype
 
 
-def check_quantization(quantization: str | None, dtype: str) -> None:
-    """Refuse products in int8 of a model that computes in something else than float32.
+def check_quantization(quantization: str | None, dtype: str, device: str) -> None:
+    """Refuse products in int8 of a model that computes in something else than float32, or not on a processor.
 
     Args:
         quantization: `int8`, or None.
         dtype: of the model, resolved.
+        device: kind of device.
 
     Raises:
         UsageError: says what to use.
     """
     if quantization not in (None, *QUANTIZATIONS):
         raise UsageError(f"model.quantization: {quantization!r} is not allowed; use int8 or null")
-    if quantization is not None and dtype != "float32":
+    if quantization is not None and (dtype != "float32" or device != CPU):
+        found = f"in {dtype}" if dtype != "float32" else f"on {device}"
         raise UsageError(
-            f"model.quantization: {quantization} is for a model in float32 on a processor, not in {dtype}; "
+            f"model.quantization: {quantization} is for a model in float32 on a processor, not {found}; "
             "use model.dtype: float32 and engine.device: cpu, or leave model.quantization out"
         )
 

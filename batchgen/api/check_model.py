@@ -9,17 +9,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchgen.api.check_report import Report
-from batchgen.devices import CUDA, likely_kind
+from batchgen.devices import CPU, CUDA, likely_kind
 from batchgen.models.fitness import check_fitness
 from batchgen.models.pooling import find_pooling
+from batchgen.promise import resolve_dtypes
 from batchgen.types import Task
 
 if TYPE_CHECKING:
     from batchgen.job.spec.job import JobSpec
     from batchgen.models.source import ModelSource
 
-_ANYWHERE = {"auto", "cpu", "reference"}
-"""Attention backends that every machine has, on a device that it has."""
+_ANYWHERE = {"auto", "reference"}
+"""Attention backends that every device has, for every cache."""
+_OF_PROCESSORS = {"float32", "bfloat16", "float16", "int8"}
+"""What the fast backend of processors stores keys and values as."""
 
 
 def check_model(spec: JobSpec, source: ModelSource, report: Report, *, here: bool = True) -> None:
@@ -31,8 +34,8 @@ def check_model(spec: JobSpec, source: ModelSource, report: Report, *, here: boo
         report: gets faults.
         here: whether it is to run on this machine.
     """
-    if here and spec.sound("engine.device", "engine.attention"):
-        _check_device(spec.engine.device, spec.engine.attention, report)
+    if spec.sound("engine", "model.dtype") and (here or spec.engine.device == CPU):
+        _check_device(spec, report)
     if not spec.sound("task"):
         return
     task = Task(spec.task)
@@ -43,14 +46,23 @@ def check_model(spec: JobSpec, source: ModelSource, report: Report, *, here: boo
             find_pooling(source.tokenizer_folder())
 
 
-def _check_device(device: str, attention: str, report: Report) -> None:
-    if attention in _ANYWHERE and (device != CUDA or likely_kind("auto") == CUDA):
+def _check_device(spec: JobSpec, report: Report) -> None:
+    """What a device lacks that is there, or is not."""
+    engine, kind = spec.engine, likely_kind(spec.engine.device)
+    dtype, kv_dtype = resolve_dtypes(spec.model.dtype, engine.kv_cache_dtype, kind)
+    missing = engine.device == CUDA and likely_kind("auto") != CUDA
+    suits = engine.attention in _ANYWHERE or (
+        engine.attention == "cpu" and kind == CPU and kv_dtype in _OF_PROCESSORS
+    )
+    if suits and not missing and engine.cuda_graphs is not True:
         return
     # Loads torch.
     from batchgen.engine.backend_choice import check_attention
-    from batchgen.engine.device import find_device
+    from batchgen.engine.device import check_graphs, find_device
 
     with report.check("engine", "device"):
-        found = find_device(device)
+        found = find_device(engine.device)
         with report.check("engine", "attention"):
-            check_attention(attention, found)
+            check_attention(engine.attention, found, dtype, kv_dtype)
+        with report.check("engine", "cuda_graphs"):
+            check_graphs(engine.cuda_graphs, found)

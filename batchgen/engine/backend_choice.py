@@ -10,17 +10,23 @@ from batchgen.models.layer_attention import LayerAttention
 from batchgen.types import UsageError
 from batchgen_kernels.backend import AttentionBackend
 from batchgen_kernels.capability import CAPABILITIES
-from batchgen_kernels.registry import BackendError, Selection, check_device, select
+from batchgen_kernels.registry import BackendError, Selection, check_machine, select
 
 
-def check_attention(name: str, device: Device) -> None:
-    """Whether the backend called `name` runs on the device, whatever the model.
+def check_attention(name: str, device: Device, dtype: str, kv_dtype: str) -> None:
+    """Whether the backend called `name` runs on the device and stores such a cache, whatever the model.
+
+    Args:
+        name: or `auto`.
+        device: found.
+        dtype: of the model, resolved.
+        kv_dtype: of keys and values in the cache, resolved.
 
     Raises:
         UsageError: it does not; says why.
     """
     try:
-        check_device(name, device.place)
+        check_machine(name, device.place, DTYPES[dtype], KV_DTYPE_NAMES[kv_dtype])
     except BackendError as error:
         raise UsageError(f"engine.attention: {error}") from error
 

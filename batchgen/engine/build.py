@@ -17,7 +17,7 @@ from batchgen.devices import CPU, CUDA
 from batchgen.engine.backend_choice import check_attention
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.core import EngineCore
-from batchgen.engine.device import Device, find_device
+from batchgen.engine.device import Device, check_graphs, find_device
 from batchgen.engine.memory import MemoryPlan, default_threads
 from batchgen.engine.prepared import place_of, recall_start
 from batchgen.engine.ready import Ready, ready_by_memory
@@ -113,9 +113,9 @@ def build_engine(
     device = find_device(config.device)
     dtype, kv_dtype = resolve_dtypes(config.dtype, config.kv_cache_dtype, device.kind)
     check_kv_dtype(dtype, kv_dtype)
-    check_attention(config.attention, device)
-    check_quantization(config.quantization, dtype)
-    _check_graphs(config.cuda_graphs, device)
+    check_attention(config.attention, device, dtype, kv_dtype)
+    check_quantization(config.quantization, dtype, device.kind)
+    check_graphs(config.cuda_graphs, device)
     tokenizer = tokenizer or load_tokenizer(config)
     if config.task not in ("auto", *Task):
         raise UsageError(f"task: {config.task!r} is not allowed; use auto, {', '.join(Task)}")
@@ -172,16 +172,6 @@ def _ready(config: EngineConfig, promised: Promise, device: Device, progress: bo
     from batchgen.engine.first_start import first_start
 
     return first_start(config, source, place, promised, device, progress=progress)
-
-
-def _check_graphs(asked: str | bool, device: Device) -> None:
-    if asked not in ("auto", True, False):
-        raise UsageError(f"engine.cuda_graphs: {asked!r} is not allowed; use auto, true or false")
-    if asked is True and device.capture is None:
-        raise UsageError(
-            f"engine.cuda_graphs: true asks that steps are captured, and on {device.kind} none are; "
-            "use auto, or a GPU with engine.device: cuda"
-        )
 
 
 def _invariance_note(promised: Promise, config: EngineConfig, invariant: bool) -> str:

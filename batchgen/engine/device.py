@@ -152,6 +152,21 @@ def find_device(asked: str) -> Device:
     return Device(CPU, torch.device(CPU), note=f"device: cpu: {lacking}" if seen else None)
 
 
+def check_graphs(asked: str | bool, device: Device) -> None:
+    """Whether steps can be captured there, where `engine.cuda_graphs` asks for it.
+
+    Raises:
+        UsageError: they cannot, or it asks for something else.
+    """
+    if asked not in ("auto", True, False):
+        raise UsageError(f"engine.cuda_graphs: {asked!r} is not allowed; use auto, true or false")
+    if asked is True and device.capture is None:
+        raise UsageError(
+            f"engine.cuda_graphs: true asks that steps are captured, and on {device.kind} none are; "
+            "use auto, or a GPU with engine.device: cuda"
+        )
+
+
 def _lacking() -> str | None:
     """Why there is no GPU to use, and what to do about it; None if there is one."""
     if torch.version.cuda is None:

@@ -312,9 +312,10 @@ def _check_across(document: Document, sections: dict[str, Section | None], task:
 def _check_dtypes(document: Document, model: Section | None, engine: Section | None) -> None:
     if not (isinstance(model, ModelSpec) and isinstance(engine, EngineSpec)):
         return
-    dtype, kv_dtype = resolve_dtypes(model.dtype, engine.kv_cache_dtype, likely_kind(engine.device))
+    device = likely_kind(engine.device)
+    dtype, kv_dtype = resolve_dtypes(model.dtype, engine.kv_cache_dtype, device)
     try:
-        check_quantization(model.quantization, dtype)
+        check_quantization(model.quantization, dtype, device)
     except UsageError as error:
         document.fault(("model", "quantization"), str(error))
     try:

@@ -63,22 +63,10 @@ class Capability:
         absent = self.absence(device)
         if absent is not None:
             return absent
-        kv_dtype = dtype if kv_dtype is None else kv_dtype
+        lacking = self.storing(dtype, dtype if kv_dtype is None else kv_dtype)
+        if lacking is not None:
+            return lacking
         widest = max(spec.head_size, spec.v_head_size)
-        if dtype not in self.dtypes:
-            return (
-                f"the {self.name} attention backend computes in {_names(self.dtypes)}, not in {_name(dtype)}"
-            )
-        if kv_dtype not in KV_DTYPES[dtype]:
-            return (
-                f"keys and values of a {_name(dtype)} model are stored as {_names(KV_DTYPES[dtype])}, "
-                f"not as {_name(kv_dtype)}"
-            )
-        if kv_dtype not in self.kv_dtypes:
-            return (
-                f"the {self.name} attention backend stores keys and values as {_names(self.kv_dtypes)}, "
-                f"not as {_name(kv_dtype)}"
-            )
         if widest > self.max_head_size:
             return (
                 f"the {self.name} attention backend takes head sizes up to {self.max_head_size}, not {widest}"
@@ -96,6 +84,24 @@ class Capability:
             )
         if spec.has_sinks and not self.sinks:
             return f"the {self.name} attention backend has no attention sinks"
+        return None
+
+    def storing(self, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+        """Why this backend cannot run any layer in `dtype` with a cache in `kv_dtype`, or None if it can."""
+        if dtype not in self.dtypes:
+            return (
+                f"the {self.name} attention backend computes in {_names(self.dtypes)}, not in {_name(dtype)}"
+            )
+        if kv_dtype not in KV_DTYPES[dtype]:
+            return (
+                f"keys and values of a {_name(dtype)} model are stored as {_names(KV_DTYPES[dtype])}, "
+                f"not as {_name(kv_dtype)}"
+            )
+        if kv_dtype not in self.kv_dtypes:
+            return (
+                f"the {self.name} attention backend stores keys and values as {_names(self.kv_dtypes)}, "
+                f"not as {_name(kv_dtype)}"
+            )
         return None
 
     def absence(self, device: torch.device) -> str | None:

@@ -60,14 +60,15 @@ def select(
     raise BackendError(f"no attention backend can run this model: {'; '.join(refusals)}")
 
 
-def check_device(name: str, device: torch.device | str) -> None:
-    """Whether the backend called `name` can run on `device`, before a model is loaded; "auto" always can.
+def check_machine(name: str, device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Whether the backend called `name` can run there at all, before a model is loaded; "auto" always can.
 
     Raises:
-        BackendError: the name is unknown, or the backend runs elsewhere.
+        BackendError: the name is unknown, or the backend runs elsewhere, or not in these dtypes.
     """
     if name != "auto":
-        _permit(name, lambda capability: capability.absence(torch.device(device)))
+        place = torch.device(device)
+        _permit(name, lambda capability: capability.absence(place) or capability.storing(dtype, kv_dtype))
 
 
 def _select_named(name: str, refusal_of: Callable[[Capability], str | None], invariant: bool) -> Selection:

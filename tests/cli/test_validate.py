@@ -326,6 +326,58 @@ def test_an_attention_backend_of_another_device(write_job: Write, capsys: Captur
     assert main(["validate", job, "--set", "engine.attention=reference"]) == 0
 
 
+ON_PROCESSORS = {
+    "cuda_graphs: true": (
+        "cuda_graphs",
+        "engine.cuda_graphs: true asks that steps are captured, and on cpu none are; use auto, or a GPU "
+        "with engine.device: cuda",
+    ),
+    "attention: triton": (
+        "attention",
+        "engine.attention: the triton attention backend runs on cuda, not on cpu; use 'auto' or another "
+        "backend",
+    ),
+    "attention: cpu, kv_cache_dtype: fp8": (
+        "attention",
+        "engine.attention: the cpu attention backend stores keys and values as bfloat16 or float16 or "
+        "float32 or int8, not as fp8; use 'auto' or another backend",
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ON_PROCESSORS)
+def test_what_only_gpus_do_is_refused_on_a_processor(engine: str, write_job: Write, capsys: Captured) -> None:
+    job = write_job(f"engine: {{device: cpu, {engine}}}\n")
+    key, message = ON_PROCESSORS[engine]
+    assert main(["validate", job, "--json"]) == 2
+    (fault,) = json.loads(capsys.readouterr().out)["faults"]
+    assert (fault["key"], fault["message"].partition("engine.")[2]) == (
+        f"engine.{key}",
+        message.removeprefix("engine."),
+    )
+    for verb in ("plan", "run"):
+        assert main([verb, job]) == 2
+        said = capsys.readouterr()
+        assert message in said.out + said.err
+    assert not Path("out").exists()
+
+
+def test_fp8_on_a_processor_is_for_the_reference(write_job: Write, capsys: Captured) -> None:
+    job = write_job("engine: {device: cpu, kv_cache_dtype: fp8}\n")
+    for attention in ("auto", "reference"):
+        assert main(["validate", job, "--set", f"engine.attention={attention}"]) == 0
+
+
+def test_products_in_int8_are_not_for_a_gpu(write_job: Write, capsys: Captured) -> None:
+    job = write_job("engine: {device: cuda}\n")
+    settings = ("--set", "model.quantization=int8", "--set", "model.dtype=float32")
+    assert main(["validate", job, *settings]) == 2
+    assert (
+        "model.quantization: int8 is for a model in float32 on a processor, not on cuda; use model.dtype: "
+        "float32 and engine.device: cpu, or leave model.quantization out"
+    ) in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_where_there_is_none(write_job: Write, capsys: Captured) -> None:
     job = write_job("engine: {device: cuda}\n")

@@ -20,6 +20,7 @@ from tiny_models import oracle, save_tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from batchgen.engine import first_start, materials, sizing
 from batchgen.engine.build import Engine
 from batchgen.engine.capture import CudaCapture
 from batchgen.engine.graphs import bucket_sizes, graph_bytes
@@ -354,6 +355,34 @@ def test_what_cannot_be_captured(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     # Layers of transformers' own may wait for the device.
     engine = make_engine(folder, **SETTINGS)
     assert engine.core.runner.graphs is None
+
+
+def test_captured_steps_with_other_bits_are_given_up(
+    folder: Path, capture: StandInCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_start, "_may_be_invariant", lambda *_: True)
+    monkeypatch.setattr(first_start, "model_is_invariant", lambda *_: True)
+    monkeypatch.setattr(materials, "find_step_multiple", lambda *_: 1)
+    tried: list[bool] = []
+
+    def other_bits(runner: Any, *_: Any) -> bool:
+        tried.append(runner.graphs is not None)
+        return False
+
+    settings = {**SETTINGS, "deterministic": True}
+    monkeypatch.setattr(materials, "captured_steps_are_independent", other_bits)
+    with pytest.raises(
+        UsageError, match=r"engine\.cuda_graphs: engine\.deterministic asks .* cuda_graphs: auto"
+    ):
+        make_engine(folder, cuda_graphs=True, **settings)
+    monkeypatch.setattr(sizing.Sizing, "captures", True)
+    engine = make_engine(folder, **settings)
+    assert engine.core.runner.graphs is None
+    assert "CUDA graphs: none, as a row would have other bits in a captured step" in engine.notes
+    assert tried == [True, True]
+    # Where nobody asks for the same bits, nobody looks.
+    assert make_engine(folder, cuda_graphs=True, **SETTINGS).core.runner.graphs is not None
+    assert len(tried) == 2
 
 
 def test_the_processor_captures_nothing(folder: Path) -> None:

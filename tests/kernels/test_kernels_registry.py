@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from batchgen_kernels import CAPABILITIES, AttentionSpec, BackendError, select
-from batchgen_kernels.registry import check_device
+from batchgen_kernels.registry import check_machine
 
+FLOAT = torch.float32
 KERNELS = Path(__file__).parents[2] / "kernels"
 SPEC = AttentionSpec(num_heads=2, num_kv_heads=1, head_size=8, v_head_size=8, scale=1.0)
 
@@ -47,17 +48,19 @@ def test_a_backend_of_another_device_says_so() -> None:
     with pytest.raises(BackendError, match=f"{reason}; use 'auto' or another backend"):
         select("triton", SPEC, "cpu")
     with pytest.raises(BackendError, match=reason):
-        check_device("triton", "cpu")
+        check_machine("triton", "cpu", FLOAT, FLOAT)
     with pytest.raises(BackendError, match="'fast' does not exist"):
-        check_device("fast", "cpu")
-    check_device("triton", "cuda")
-    check_device("auto", "cpu")
+        check_machine("fast", "cpu", FLOAT, FLOAT)
+    check_machine("triton", "cuda", FLOAT, FLOAT)
+    check_machine("auto", "cpu", FLOAT, FLOAT)
+    with pytest.raises(BackendError, match=r"stores keys and values as .*, not as fp8; use 'auto'"):
+        check_machine("cpu", "cpu", FLOAT, torch.float8_e4m3fn)
 
 
 def test_a_backend_whose_package_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(BackendError, match="the triton attention backend needs triton, which is not inst"):
-        check_device("triton", "cuda")
+        check_machine("triton", "cuda", FLOAT, FLOAT)
     assert select("auto", SPEC, "cpu").backend.name == "reference"
 
 
