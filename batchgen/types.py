@@ -303,6 +303,7 @@ class Request:
         sample: which of the row's samples this is, from 0.
         first: the row's first sample, where this is another.
         num_forks: samples that will be forked off once the tokens known now are computed.
+        num_pending: tokens, 0 or 1, that a step under way samples, where another was decided after it.
     """
 
     request_id: int
@@ -326,6 +327,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     sequence_number: int = -1
     num_computed_tokens: int = 0
+    num_pending: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
@@ -339,6 +341,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output tokens known so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_expected(self) -> int:
+        """`num_tokens`, and the one that is pending."""
+        return self.num_tokens + self.num_pending
 
     @property
     def generates(self) -> bool:

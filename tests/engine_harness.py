@@ -85,10 +85,10 @@ def record_logits(engine: Engine) -> dict[tuple[int, int], torch.Tensor]:
     """Keep the logits of every sampled position as (row, position) from now on."""
     seen: dict[tuple[int, int], torch.Tensor] = {}
     engine.core.runner.__dict__.pop("execute", None)
-    execute: Callable[[SchedulerOutput], torch.Tensor] = engine.core.runner.execute
+    execute: Callable[..., torch.Tensor] = engine.core.runner.execute
 
-    def recording(output: SchedulerOutput) -> torch.Tensor:
-        logits = execute(output)
+    def recording(output: SchedulerOutput, *pending: Any) -> torch.Tensor:
+        logits = execute(output, *pending)
         samplers = [s for s in output.scheduled if s.samples]
         for s, row in zip(samplers, logits, strict=True):
             key = (s.request.request_id, s.start + s.num_tokens)

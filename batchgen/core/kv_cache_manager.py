@@ -76,8 +76,8 @@ class KVCacheManager:
         return PrefixHit(blocks, len(blocks[0]) * self.block_size)
 
     def num_missing_blocks(self, request: Request) -> int:
-        """Blocks that a request with tables needs to compute its known tokens, and its forks to begin."""
-        missing = self.coordinator.num_missing_blocks(request.request_id, request.num_tokens)
+        """Blocks that a request with tables needs to compute its tokens, and its forks to begin."""
+        missing = self.coordinator.num_missing_blocks(request.request_id, request.num_expected)
         return missing + self.num_fork_blocks(request)
 
     def num_fork_blocks(self, request: Request) -> int:

@@ -4,6 +4,10 @@ There is no prefill and no decode: a request has computed tokens and known token
 first catch up with the second. `schedule()` assumes success: computed counts advance and full blocks get
 their names at once, so that equal prefixes admitted in one step are computed once. `update()` confirms a
 step, `rollback()` takes it back.
+
+A step may be decided early, before the one before it is confirmed: a token that is still being sampled counts
+as pending. It has a position, so that it can be computed, but no name: blocks that hold it get theirs when it
+is known. What is pending may be a request's last, so an early step takes nobody's blocks for another.
 """
 
 from __future__ import annotations
@@ -59,6 +63,7 @@ class ScheduledRequest:
             after it.
         block_ids: per group, the blocks of positions 0 to `start + num_tokens`; live arrays, valid until
             the scheduler is called again, not to be changed.
+        pending: the last token was still being sampled, by the step before, when this one was decided.
     """
 
     request: Request
@@ -66,6 +71,12 @@ class ScheduledRequest:
     num_tokens: int
     samples: bool
     block_ids: Sequence[Sequence[int]]
+    pending: bool = False
+
+    def token_ids(self) -> list[int]:
+        """Ids of its positions; 0 stands for the one that is pending."""
+        known = self.request.tokens(self.start, self.start + self.num_tokens)
+        return [*known, 0] if len(known) < self.num_tokens else known
 
 
 @dataclass(slots=True)
@@ -78,31 +89,43 @@ class SchedulerOutput:
         copies: (source, destination) block ids, copied in all layers in this order (or all sources read
             first) before anything is written.
         preempted: ids of requests that lost their blocks and wait again.
+        short: a request is left out, and nobody admitted, as blocks were lacking and the step is early; the
+            next one should not be.
     """
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     total_tokens: int = 0
     copies: Copies = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
+    short: bool = False
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step while it is decided and until it is confirmed or taken back."""
+    """A step while it is decided and until it is confirmed or taken back.
+
+    `unnamed` are blocks' worth of tokens, by request, that are to have their names once they are known;
+    `followed` says that another step was decided early after this one.
+    """
 
     budget: int
+    early: bool = False
+    followed: bool = False
     output: SchedulerOutput = field(default_factory=SchedulerOutput)
     scheduled: dict[int, ScheduledRequest] = field(default_factory=dict)
     copies: dict[int, Copies] = field(default_factory=dict)
     admitted_from: dict[int, RequestState] = field(default_factory=dict)
     named: list[KVCacheBlock] = field(default_factory=list)
+    unnamed: dict[int, int] = field(default_factory=dict)
 
 
 class Scheduler:
     """Owns all unfinished requests and, through the manager, all blocks.
 
-    Call order: `schedule`, then `update` or `rollback`, then `finish` of what has ended, and again.
-    `add` and `finish` may be called at any time.
+    Call order: `schedule`, then `update` or `rollback`, then `finish` of what has ended, and again. Or, with
+    two steps under way, `schedule(early=True)` before `update` of the step before it; then the earlier is the
+    first to be confirmed, and the later the first to be taken back. `add` and `finish` may be called at any
+    time.
     """
 
     def __init__(self, config: SchedulerConfig, kv_config: KVCacheConfig) -> None:
@@ -117,7 +140,7 @@ class Scheduler:
         self.stats = SchedulerStats(self.manager.pool.num_usable, kv_config.block_size)
         self._watermark_blocks = int(config.watermark * self.manager.pool.num_usable)
         self._arrivals = 0
-        self._step: _Step | None = None
+        self._steps: list[_Step] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -149,45 +172,54 @@ class Scheduler:
         push(request)
         self._check_if_debug()
 
-    def schedule(self, max_tokens: int | None = None) -> SchedulerOutput:
+    def schedule(self, max_tokens: int | None = None, *, early: bool = False) -> SchedulerOutput:
         """Decide the next step; empty when nothing is unfinished.
 
         Args:
             max_tokens: a smaller budget for this step alone, to repeat a failed one in smaller pieces.
+            early: one step is under way. No request of it may be about to fork, or to be read. The result
+                may be empty, and then it counts as no step.
 
         Raises:
             EngineError: requests are unfinished and none can make progress, or the caller broke the call
                 order; the message holds the scheduler's state.
         """
-        if self._step is not None:
-            raise EngineError("schedule() was called before update() or rollback() of the step before")
+        if len(self._steps) != early:
+            raise EngineError(
+                "schedule() was called before update() or rollback() of the step before, or early without one"
+            )
         limit = self.config.max_num_batched_tokens
-        step = _Step(limit if max_tokens is None else max(1, min(max_tokens, limit)))
+        step = _Step(limit if max_tokens is None else max(1, min(max_tokens, limit)), early)
+        if early:
+            self._follow(self._steps[0])
         self._extend_running(step)
         # From here on nothing is unscheduled: a named block may be hit by whoever is admitted next.
         self._name_running(step)
-        if not step.output.preempted:
+        if not step.output.preempted and not step.output.short:
             self._admit_waiting(step)
         self._close(step)
         self._check_if_debug()
         return step.output
 
     def update(self, output: SchedulerOutput, sampled: Mapping[int, int]) -> None:
-        """Confirm the latest step and append its sampled tokens.
+        """Confirm the earliest step and append its sampled tokens.
 
         Args:
             output: what `schedule` returned.
             sampled: request id to token, for requests with `samples`. Tokens of requests that were
-                finished or preempted since are dropped. A request left out must be finished or poisoned
+                finished or poisoned since are dropped. A request left out must be finished or poisoned
                 before the next `schedule`.
         """
-        step = self._end_step(output)
+        step = self._end_step(output, 0)
         if step is None:
             return
         self._count_step(step)
+        self._name_late(step)
         for request_id, scheduled in step.scheduled.items():
-            if scheduled.samples and request_id in sampled:
-                scheduled.request.output_token_ids.append(sampled[request_id])
+            if scheduled.samples:
+                scheduled.request.num_pending = 0
+                if request_id in sampled:
+                    scheduled.request.output_token_ids.append(sampled[request_id])
         self._check_if_debug()
 
     def rollback(self, output: SchedulerOutput) -> None:
@@ -195,17 +227,20 @@ class Scheduler:
 
         Requests that ran before are where they were, and those admitted in it wait again, as do those it
         preempted. One whose shared partial block was to be copied is preempted now, as nobody knows whether
-        the copy was made.
+        the copy was made; and one whose window has slid on for an early step that came after.
         """
-        step = self._end_step(output)
+        step = self._end_step(output, -1)
         if step is None:
             return
+        slid = step.followed and self.manager.coordinator.slides
         self.manager.unregister(step.named)
         for request_id, scheduled in reversed(step.scheduled.items()):
             request = scheduled.request
+            if scheduled.samples:
+                request.num_pending = 0
             if request_id in step.admitted_from:
                 self._withdraw(scheduled, step.admitted_from[request_id])
-            elif request_id in step.copies:
+            elif request_id in step.copies or slid:
                 self._preempt(request)
             else:
                 request.num_computed_tokens = scheduled.start
@@ -242,7 +277,7 @@ class Scheduler:
 
         Its blocks from `first_position` on and all that descend from them leave the prefix cache. Running
         requests that hold such a block are preempted, to be computed anew; called before `update`, it also
-        voids what they sampled in this step.
+        voids what they sampled in this step. An early step after it must have been taken back.
 
         Args:
             first_position: the first that may be bad; all before it are known to be good.
@@ -256,6 +291,7 @@ class Scheduler:
         sharers = self.manager.evict_from(request, first_position)
         self._drop(request)
         for sharer in reversed(sharers):
+            self._void(sharer)
             self._preempt(sharer)
         self._check_if_debug()
         return [sharer.request_id for sharer in sharers]
@@ -272,7 +308,7 @@ class Scheduler:
             ValueError: its id is in use, the parent does not run, or their tokens differ.
         """
         parent = self.running.get(parent_id)
-        if parent is None or self._step is not None:
+        if parent is None or self._steps:
             raise ValueError(f"request {parent_id} cannot be forked: it does not run, or a step is under way")
         parent.num_forks = 0
         places = self.config.max_num_seqs - self._num_places()
@@ -305,9 +341,10 @@ class Scheduler:
         for request in (*waiting.values(), *self.held.values()):
             assert request.state in (RequestState.WAITING, RequestState.PREEMPTED)
             assert request.num_computed_tokens == 0, f"request {request.request_id} waits, not at 0"
+            assert request.num_pending == 0, f"request {request.request_id} waits, and for a token"
         for request in self.running.values():
             assert request.state is RequestState.RUNNING
-            assert 0 < request.num_computed_tokens <= request.num_tokens
+            assert 0 < request.num_computed_tokens <= request.num_expected
             expected = -(-request.num_computed_tokens // self.manager.block_size)
             for ids in self.manager.block_ids(request):
                 assert len(ids) == expected, (
@@ -366,13 +403,25 @@ class Scheduler:
             if step.budget == 0:
                 break
             # Gone since the list was made, to make room for an earlier request.
-            if request.state is RequestState.RUNNING:
+            if request.state is RequestState.RUNNING and not (step.early and self._ends(request)):
                 self._extend(step, request)
+
+    def _ends(self, request: Request) -> bool:
+        """Whether a request has all its tokens once the step under way is done."""
+        length = len(request.output_token_ids) + request.num_pending
+        return (
+            request.num_computed_tokens == request.num_expected
+            or (request.num_pending > 0 and length >= request.sampling.max_tokens)
+            or request.num_expected > self._most_tokens(request)
+        )
 
     def _extend(self, step: _Step, request: Request) -> None:
         num_tokens = min(self._num_to_compute(request), step.budget)
         copies = self.manager.allocate_slots(request, num_tokens)
         while copies is None:
+            if step.early:
+                step.output.short = True
+                return
             victim = self._choose_victim()
             self._give_back(step, victim)
             self._preempt(victim)
@@ -387,7 +436,7 @@ class Scheduler:
 
     def _num_to_compute(self, request: Request) -> int:
         known = request.num_tokens
-        missing = known - request.num_computed_tokens
+        missing = known + request.num_pending - request.num_computed_tokens
         if missing < 1 or known > self._most_tokens(request):
             raise EngineError(
                 f"request {request.request_id} has {counted(known, 'token')}, {missing:,} of "
@@ -420,12 +469,34 @@ class Scheduler:
     def _leave_running(self, request: Request) -> None:
         del self.running[request.request_id]
         self.manager.free(request)
-        if self._step is not None:
-            self._step.scheduled.pop(request.request_id, None)
+
+    def _void(self, request: Request) -> None:
+        """Forget what the steps under way do for a request."""
+        request.num_pending = 0
+        for step in self._steps:
+            step.scheduled.pop(request.request_id, None)
 
     def _name_running(self, step: _Step) -> None:
+        for request_id, scheduled in step.scheduled.items():
+            computed = scheduled.request.num_computed_tokens
+            step.named += self.manager.register(scheduled.request, computed)
+            if scheduled.pending and computed % self.manager.block_size == 0:
+                step.unnamed[request_id] = computed
+
+    def _name_late(self, step: _Step) -> None:
+        """Name blocks that ended in a token that was pending, and is known now."""
+        for request_id, computed in step.unnamed.items():
+            if (scheduled := step.scheduled.get(request_id)) is not None:
+                step.named += self.manager.register(scheduled.request, computed)
+        step.unnamed.clear()
+
+    def _follow(self, step: _Step) -> None:
+        """Expect the tokens of a step that is under way."""
+        step.followed = True
+        self._name_late(step)
         for scheduled in step.scheduled.values():
-            step.named += self.manager.register(scheduled.request, scheduled.request.num_computed_tokens)
+            if scheduled.samples:
+                scheduled.request.num_pending = 1
 
     def _admit_waiting(self, step: _Step) -> None:
         request = self.waiting.peek()
@@ -485,9 +556,11 @@ class Scheduler:
     def _schedule_tokens(self, step: _Step, request: Request, num_tokens: int) -> None:
         start = request.num_computed_tokens
         request.num_computed_tokens = start + num_tokens
-        samples = request.generates and request.num_computed_tokens == request.num_tokens
+        samples = request.generates and request.num_computed_tokens == request.num_expected
         block_ids = self.manager.block_ids(request)
-        step.scheduled[request.request_id] = ScheduledRequest(request, start, num_tokens, samples, block_ids)
+        scheduled = ScheduledRequest(request, start, num_tokens, samples, block_ids)
+        scheduled.pending = request.num_computed_tokens > request.num_tokens
+        step.scheduled[request.request_id] = scheduled
         step.budget -= num_tokens
 
     def _close(self, step: _Step) -> None:
@@ -496,18 +569,18 @@ class Scheduler:
         output.total_tokens = sum(scheduled.num_tokens for scheduled in output.scheduled)
         output.copies = [copy for copies in step.copies.values() for copy in copies]
         if output.scheduled:
-            self._step = step
-        elif len(self.requests) > len(self.held):
+            self._steps.append(step)
+        elif len(self.requests) > len(self.held) and not step.early:
             raise EngineError(f"no request can make progress; the scheduler's state: {describe(self)}")
 
-    def _end_step(self, output: SchedulerOutput) -> _Step | None:
-        step = self._step
-        if step is not None and step.output is output:
-            self._step = None
-            return step
-        if step is None and not output.scheduled:
+    def _end_step(self, output: SchedulerOutput, which: int) -> _Step | None:
+        if not output.scheduled:
             return None
-        raise EngineError("update() or rollback() was called with another step than the latest")
+        if self._steps and self._steps[which].output is output:
+            return self._steps.pop(which)
+        raise EngineError(
+            "update() or rollback() was called with another step than the latest, or out of their order"
+        )
 
     def _count_step(self, step: _Step) -> None:
         self.stats.count_step(
@@ -519,6 +592,7 @@ class Scheduler:
 
     def _drop(self, request: Request) -> None:
         del self.requests[request.request_id]
+        self._void(request)
         if request.state is RequestState.RUNNING:
             self._leave_running(request)
         elif self.held.pop(request.request_id, None) is None:

@@ -7,24 +7,29 @@ Requests go in, outputs come out, one step at a time. Used by the engine worker 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from batchgen.core.scheduler import Scheduler, SchedulerOutput
-from batchgen.engine.inputs import round_up
+from batchgen.engine.computed import Computed, Drawn
+from batchgen.engine.inputs import PendingTokens, round_up
 from batchgen.engine.isolation import Isolation, StepFailed, error_of_row, is_of_a_row
 from batchgen.engine.live_row import Decoding, LiveRow, live_row
+from batchgen.engine.lookahead import Flight, LookAhead, Stages
 from batchgen.engine.reading import Labels, Reading, read_step, score_rows
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.step_budget import StepBudget
 from batchgen.models.memory_errors import out_of_memory
+from batchgen.sampling import on_device
 from batchgen.sampling.on_device import draw
 from batchgen.sampling.operations import operations_of
 from batchgen.sampling.resolve import beyond_vocabulary
@@ -48,20 +53,7 @@ MAX_DECODINGS = 1024
 logger = logging.getLogger(__name__)
 
 
-_Drawn = list[tuple[int | RowError, TokenScores | None]]
-"""A token of a request, or why it has none, and its scores; then those of its forks, in their order."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Computed:
-    """What a step has yielded: tokens, and readings for tasks.
-
-    Of `nonfinite` logits or hidden states are not finite, at the given position.
-    """
-
-    drawn: list[tuple[Request, _Drawn]]
-    readings: list[Reading]
-    nonfinite: list[tuple[Request, int]]
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -112,6 +104,17 @@ class EngineCore:
         self._isolation = Isolation(scheduler)
         self._budget = StepBudget()
         self._decodings: dict[SamplingParams, Decoding] = {}
+        self.ahead = self._look_ahead() if runner.device.is_gpu else None
+        """Launches steps before the tokens of those before them are known; None on a processor."""
+
+    def _look_ahead(self) -> LookAhead:
+        stages = Stages(
+            lambda: self._execute(lambda planned, logits: self._begin(planned, logits).settled())[1],
+            self._announce,
+            self._forward_early,
+            self._begin,
+        )
+        return LookAhead(self.scheduler, self._isolation, self._budget, stages)
 
     @property
     def num_unfinished(self) -> int:
@@ -164,12 +167,13 @@ class EngineCore:
             EngineError: the step could not be run, or no request can make progress.
         """
         if not self._live:
+            self._take_back()
             return []
         now = time.monotonic()
         if self._isolation.active:
             self._isolation.prepare()
         try:
-            planned, computed = self._execute()
+            planned, computed = self._execute(self._sample) if self.ahead is None else self.ahead.execute()
         except StepFailed as failure:
             if not is_of_a_row(failure.error):
                 raise failure.error from None
@@ -184,6 +188,8 @@ class EngineCore:
         self.counters.steps += 1
         self.counters.computed += planned.total_tokens
         outputs = self._finalize(planned, computed)
+        if self.ahead is not None:
+            self.ahead.draw()
         if self._isolation.active:
             self._isolation.succeeded(self.scheduler.requests)
             outputs += self._settle()
@@ -202,21 +208,20 @@ class EngineCore:
             if row is not None:
                 row.phases.step_began(now)
 
-    def _execute(self) -> tuple[SchedulerOutput, _Computed]:
-        """Schedule, compute, sample and read one step; in smaller pieces where memory does not suffice."""
+    def _execute(self, finish: Callable[[SchedulerOutput, torch.Tensor], _T]) -> tuple[SchedulerOutput, _T]:
+        """Schedule and compute one step, and do with its logits what there is to do; in smaller pieces where
+        memory does not suffice."""
         retried = False
         while True:
             if retried:
                 # Behind the handler of what was raised, whose frames hold the step's tensors.
                 self.runner.device.give_back()
             planned = self.scheduler.schedule(self._budget.tokens)
-            if self.on_step is not None:
-                self.on_step(list(dict.fromkeys(s.request.row for s in planned.scheduled)))
+            self._announce([planned])
             try:
-                logits = self.runner.execute(planned)
-                computed = self._sample(planned, logits, self._read(planned))
+                finished = finish(planned, self.runner.execute(planned))
                 self._budget.sufficed()
-                return planned, computed
+                return planned, finished
             except BaseException as error:
                 self.scheduler.rollback(planned)
                 if not isinstance(error, Exception):
@@ -227,6 +232,24 @@ class EngineCore:
                 self._budget.ran_out(planned.total_tokens)
                 retried = True
                 logger.warning("a step of %d tokens ran out of memory, halved", planned.total_tokens)
+
+    def _announce(self, steps: Sequence[SchedulerOutput]) -> None:
+        """Say whose tokens are computed from now on, of rows that have not ended."""
+        if self.on_step is not None:
+            rows = dict.fromkeys(s.request.row for planned in steps for s in planned.scheduled)
+            self.on_step([row for row in rows if row in self._live])
+
+    def _forward_early(self, planned: SchedulerOutput, pending: PendingTokens) -> torch.Tensor:
+        """Compute the logits of a step that was decided early."""
+        logits = self.runner.execute(planned, pending)
+        self._budget.sufficed()
+        self._note_started(planned, time.monotonic())
+        return logits
+
+    def _take_back(self) -> None:
+        """Forget what is under way for rows that are all gone."""
+        if self.ahead is not None:
+            self.ahead.take_back()
 
     def partials(self) -> list[tuple[int, int, int, list[int]]]:
         """Output tokens of live rows that were not reported before: (row, sample, first index, ids)."""
@@ -242,6 +265,7 @@ class EngineCore:
         """Forget every row, running or waiting."""
         for ordinal in list(self._live):
             self._forget(ordinal)
+        self._take_back()
 
     def fail(self, row: int, error: RowError) -> Output:
         """End a row with an error; returns its output. Raises KeyError: it is not in flight."""
@@ -256,6 +280,7 @@ class EngineCore:
     def close(self) -> None:
         """Give the memory of cache and weights back; the engine is unusable afterwards."""
         self._live.clear()
+        self._take_back()
         self.runner.close()
 
     def _read(self, planned: SchedulerOutput) -> list[Reading]:
@@ -265,9 +290,8 @@ class EngineCore:
         most_rows = round_up(self.scheduler.config.max_num_seqs, self.runner.row_multiple)
         return read_step(planned, self.runner.hidden, self.runner.head, most_rows)
 
-    def _sample(self, planned: SchedulerOutput, logits: torch.Tensor, readings: list[Reading]) -> _Computed:
-        if self.runner.device.is_gpu:
-            return self._sample_on_device(planned, logits, readings)
+    def _sample(self, planned: SchedulerOutput, logits: torch.Tensor) -> Computed:
+        readings = self._read(planned)
         samplers = [s for s in planned.scheduled if s.samples]
         finite = finite_rows(logits).tolist()
         healthy = [s for s, ok in zip(samplers, finite, strict=True) if ok]
@@ -275,42 +299,60 @@ class EngineCore:
             logits = logits[torch.tensor(finite)]
         bad = [(s.request, s.request.num_tokens) for s, ok in zip(samplers, finite, strict=True) if not ok]
         bad += [(r.request, r.nonfinite) for r in readings if r.nonfinite is not None]
-        return _Computed(self._draw(logits, [s.request for s in healthy]), readings, bad)
+        return Computed(self._draw(logits, [s.request for s in healthy]), readings, bad)
 
-    def _sample_on_device(
-        self, planned: SchedulerOutput, logits: torch.Tensor, readings: list[Reading]
-    ) -> _Computed:
-        """The same for logits on a GPU, for which the host waits once, and once more for scores of what was
-        drawn."""
-        requests = [s.request for s in planned.scheduled if s.samples]
-        bad = [(r.request, r.nonfinite) for r in readings if r.nonfinite is not None]
-        if not requests or not logits.numel():
-            return _Computed([(request, []) for request in requests], readings, bad)
-        source = [i for i, request in enumerate(requests) for _ in range(1 + request.num_forks)]
+    def _begin(self, planned: SchedulerOutput, logits: torch.Tensor) -> Flight:
+        """The same for logits on a GPU, without waiting for what is drawn."""
+        readings = self._read(planned)
+        samplers = enumerate(s.request for s in planned.scheduled if s.samples)
+        # Of a step that was decided early some may have ended since.
+        places = {i: request for i, request in samplers if request.state is RequestState.RUNNING}
+        source = [i for i, request in places.items() for _ in range(1 + request.num_forks)]
+        requests = list(places.values())
         rows = [self._sampling_row(r, r.sample + i) for r in requests for i in range(1 + r.num_forks)]
-        forked = source if len(source) > len(requests) else None
-        tokens = draw(logits, rows, self.runner.transfer, forked).result()
-        if forked is None and all(row.sampling.logprobs is None for row in rows):
-            alone = [(r, t) for r, t in zip(requests, tokens, strict=True) if t is not None]
-            bad += [(r, r.num_tokens) for r, t in zip(requests, tokens, strict=True) if t is None]
-            return _Computed([(r, [(t, None)]) for r, t in alone], readings, bad)
-        scores = iter(self._scores_on_device(logits, source, rows, tokens))
+        if rows:
+            drawn = draw(logits, rows, self.runner.transfer, source)
+        else:
+            drawn = on_device.Drawn(logits.new_empty(0, dtype=torch.int64), rows, {})
+        arrived = self.runner.transfer.back(drawn.tokens)
+        # Logits are kept no longer than they are needed.
+        scored = logits if any(row.sampling.logprobs is not None for row in rows) else None
+        alone = _alone(readings, requests, drawn, scored)
+        result = functools.partial(self._arrived, readings, requests, drawn, arrived, source, scored)
+        pending = PendingTokens(drawn.tokens, {r.request_id: i for i, r in enumerate(requests)})
+        return Flight(planned, pending, result, alone)
+
+    def _arrived(
+        self,
+        readings: list[Reading],
+        requests: list[Request],
+        drawn: on_device.Drawn,
+        arrived: Callable[[], torch.Tensor],
+        source: list[int],
+        logits: torch.Tensor | None,
+    ) -> Computed:
+        """Wait for tokens, and for scores where `logits` are given."""
+        tokens = drawn.of(arrived().tolist())
+        scores: list[TokenScores | None] = [None] * len(tokens)
+        if logits is not None:
+            scores = self._scores_on_device(logits, source, drawn.rows, tokens)
         found = zip(tokens, scores, strict=True)
-        computed = []
-        for request in requests:
-            own = list(itertools.islice(found, 1 + request.num_forks))
-            drawn = [(token, scored) for token, scored in own if token is not None]
-            if drawn:
-                computed.append((request, drawn))
-            else:
-                bad.append((request, request.num_tokens))
-        return _Computed(computed, readings, bad)
+        if len(tokens) == len(requests):
+            each = [(request, [one]) for request, one in zip(requests, found, strict=True)]
+        else:
+            each = [(request, list(itertools.islice(found, 1 + request.num_forks))) for request in requests]
+        computed = [(r, [(t, scored) for t, scored in own if t is not None]) for r, own in each]
+        bad = [(r.request, r.nonfinite) for r in readings if r.nonfinite is not None]
+        bad += [(request, request.num_tokens) for request, own in computed if not own]
+        # A row may have been ended, and another have its number, since the step was launched.
+        bad = [found for found in bad if found[0].state is not RequestState.FINISHED]
+        return Computed([(request, own) for request, own in computed if own], readings, bad)
 
     def _scores_on_device(
         self,
         logits: torch.Tensor,
         source: list[int],
-        rows: list[SamplingRow],
+        rows: Sequence[SamplingRow],
         tokens: list[int | RowError | None],
     ) -> list[TokenScores | None]:
         """Of each token, where they were asked for."""
@@ -330,7 +372,7 @@ class EngineCore:
                 scores[i] = found.part(slice(place, place + 1), own_top_k)
         return scores
 
-    def _draw(self, logits: torch.Tensor, requests: list[Request]) -> list[tuple[Request, _Drawn]]:
+    def _draw(self, logits: torch.Tensor, requests: list[Request]) -> list[tuple[Request, Drawn]]:
         """Tokens for each request and its forks, from `(R, V)` logits of the R requests."""
         source = [i for i, request in enumerate(requests) for _ in range(1 + request.num_forks)]
         rows = [self._sampling_row(r, r.sample + i) for r in requests for i in range(1 + r.num_forks)]
@@ -346,7 +388,7 @@ class EngineCore:
         drawn = zip(tokens, scores, strict=True)
         return [(request, list(itertools.islice(drawn, 1 + request.num_forks))) for request in requests]
 
-    def _finalize(self, planned: SchedulerOutput, computed: _Computed) -> list[Output]:
+    def _finalize(self, planned: SchedulerOutput, computed: Computed) -> list[Output]:
         outputs = self._poisoned(computed.nonfinite)
         own = {request.request_id: drawn[0][0] for request, drawn in computed.drawn}
         self.scheduler.update(planned, {i: token for i, token in own.items() if isinstance(token, int)})
@@ -412,7 +454,7 @@ class EngineCore:
             request.sampling, ordinal, sample, request.num_tokens, row.decoding.operations, history
         )
 
-    def _go_on(self, request: Request, drawn: _Drawn, now: float) -> Iterator[Output]:
+    def _go_on(self, request: Request, drawn: Drawn, now: float) -> Iterator[Output]:
         """Check the stop conditions of a request and of its forks, which begin here where they go on.
 
         Yields:
@@ -461,6 +503,19 @@ class EngineCore:
 
     def _refused(self, request: Request, error: RowError) -> Output:
         return Output(request.request_id, prompt_tokens=len(request.prompt_token_ids), error=error)
+
+
+def _alone(
+    readings: list[Reading], requests: list[Request], drawn: on_device.Drawn, scored: torch.Tensor | None
+) -> str | None:
+    """Why a step must be finalized before another is launched; None where it need not."""
+    if readings:
+        return "read"
+    if any(request.num_forks for request in requests):
+        return "forks"
+    if scored is not None:
+        return "scores"
+    return "processors" if drawn.chosen else None
 
 
 def _scores(logits: torch.Tensor, row: SamplingRow, token: int | RowError) -> TokenScores | None:

@@ -27,7 +27,7 @@ import torch
 from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
 from batchgen.engine.capture import Capture, Launch
 from batchgen.engine.device import DeviceMemory
-from batchgen.engine.inputs import PackedStep, Sharing, round_up, shared_groups
+from batchgen.engine.inputs import PackedStep, PendingTokens, Sharing, round_up, shared_groups
 from batchgen.engine.transfer import Array, Transfer, size
 from batchgen_kernels.metadata import AttentionMetadata, NeededRows, SharedPrefixes, write_tables
 from batchgen_kernels.shared_prefix import Groups, SharedGroup, pack_groups
@@ -173,8 +173,12 @@ class StepGraphs:
         )
 
     @torch.inference_mode()
-    def run(self, output: SchedulerOutput) -> torch.Tensor:
+    def run(self, output: SchedulerOutput, pending: PendingTokens | None = None) -> torch.Tensor:
         """Compute a step that `takes` accepts.
+
+        Args:
+            output: the step.
+            pending: tokens of it that are not known yet; None: all are.
 
         Returns:
             `(R, vocab)` float32 logits, valid until the next step runs.
@@ -184,7 +188,9 @@ class StepGraphs:
         if groups is None:
             launches = self._launches
         rows = min(n for n in launches if n >= len(scheduled))
-        self._fill(scheduled, rows, groups)
+        ids = self._fill(scheduled, rows, groups)[0]
+        if pending is not None:
+            pending.fill_in(ids, scheduled, np.arange(1, len(scheduled) + 1), self._transfer)
         launches[rows]()
         return self._logits[: len(scheduled)]
 
@@ -270,7 +276,7 @@ class StepGraphs:
         count, block_size = len(scheduled), self._shape.block_size
         ids, positions = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
         lens = np.ones(rows, dtype=np.int32)
-        ids[:count] = [s.request.token(s.start) for s in scheduled]
+        ids[:count] = [0 if s.pending else s.request.token(s.start) for s in scheduled]
         positions[:count] = [s.start for s in scheduled]
         lens[:count] = positions[:count] + 1
         arrays: list[Array] = [ids, positions, lens]

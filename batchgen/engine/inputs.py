@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -23,6 +23,40 @@ from batchgen_kernels.shared_prefix import SharedGroup, SharingCost, choose_grou
 
 Sharing = Sequence[SharingCost | None]
 """Of each group of layers: when keys that requests have in common are attended to once; None: never."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """What the step before samples, for a step that is decided before it is known.
+
+    Args:
+        tokens: `(R,)` int64 on the device; negative where there is none, which nobody will ask for.
+        rows: row of `tokens`, by request.
+    """
+
+    tokens: torch.Tensor
+    rows: Mapping[int, int]
+
+    def fill_in(
+        self,
+        ids: torch.Tensor,
+        scheduled: Sequence[ScheduledRequest],
+        ends: npt.NDArray[np.int64],
+        transfer: Transfer,
+    ) -> None:
+        """Put the tokens that are pending in their places, without waiting for them.
+
+        Args:
+            ids: `(T,)` int64 on the device.
+            scheduled: whose.
+            ends: where each ends in `ids`.
+            transfer: to the device.
+        """
+        pending = [i for i, s in enumerate(scheduled) if s.pending]
+        if pending:
+            sources = [self.rows[scheduled[i].request.request_id] for i in pending]
+            places, rows = transfer([ends[pending].astype(np.int64) - 1, np.array(sources, dtype=np.int64)])
+            ids.index_copy_(0, places, self.tokens.index_select(0, rows).clamp_min_(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +92,7 @@ def pack_step(
     row_multiple: int,
     transfer: Transfer,
     sharing: Sharing = (),
+    pending: PendingTokens | None = None,
     *,
     whole: bool = False,
 ) -> PackedStep:
@@ -69,6 +104,7 @@ def pack_step(
         row_multiple: T and R are multiples of this.
         transfer: to the device of the step.
         sharing: what shared keys cost; none: they are not looked for.
+        pending: tokens that are not known yet; None: all are.
         whole: whether all rows are needed, not only those that sample or are read for a task.
     """
     scheduled = output.scheduled
@@ -79,7 +115,7 @@ def pack_step(
     positions = np.zeros(padded, dtype=np.int64)
     for s, end in zip(scheduled, ends.tolist(), strict=True):
         rows = slice(end - s.num_tokens, end)
-        ids[rows] = s.request.tokens(s.start, s.start + s.num_tokens)
+        ids[rows] = s.token_ids()
         positions[rows] = np.arange(s.start, s.start + s.num_tokens)
     sequences = _sequences(scheduled, block_size, padded, sharing)
     needed = np.arange(ends[-1]) if whole else _needed_rows(scheduled, ends)
@@ -92,6 +128,8 @@ def pack_step(
     for packed in sequences:
         arrays += packed.arrays
     input_ids, position_ids, logits_rows, *others = transfer(arrays)
+    if pending is not None:
+        pending.fill_in(input_ids, scheduled, ends, transfer)
     rest = iter(others)
     there = list(islice(rest, len(apart)))
     return PackedStep(

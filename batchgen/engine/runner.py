@@ -15,7 +15,7 @@ from batchgen.core.kv_layout import KVCacheLayout
 from batchgen.core.scheduler import SchedulerOutput
 from batchgen.engine.device import HOST, Device
 from batchgen.engine.graphs import GraphShape, StepGraphs, shared_sizes
-from batchgen.engine.inputs import PackedStep, Sharing, pack_step, round_up
+from batchgen.engine.inputs import PackedStep, PendingTokens, Sharing, pack_step, round_up
 from batchgen.engine.kv_memory import KVMemory
 from batchgen.engine.transfer import Transfer
 from batchgen.models.forward_context import forward_context
@@ -125,11 +125,14 @@ class ModelRunner:
         return decoder.program(layers, self.backend, max_rows)  # type: ignore[arg-type]
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput, *, whole: bool = False) -> torch.Tensor:
+    def execute(
+        self, output: SchedulerOutput, pending: PendingTokens | None = None, *, whole: bool = False
+    ) -> torch.Tensor:
         """Compute the scheduled tokens.
 
         Args:
             output: what is to be computed.
+            pending: tokens of it that the device has and the host not yet.
             whole: whether `hidden` is to have all rows.
 
         Returns:
@@ -138,8 +141,10 @@ class ModelRunner:
         """
         self.kv.copy_blocks(output.copies)
         if self.graphs is not None and not whole and self.graphs.takes(output):
-            return self.graphs.run(output)
-        step = pack_step(output, self.block_size, self.row_multiple, self.transfer, self.sharing, whole=whole)
+            return self.graphs.run(output, pending)
+        step = pack_step(
+            output, self.block_size, self.row_multiple, self.transfer, self.sharing, pending, whole=whole
+        )
         return self.forward(step)
 
     @torch.inference_mode()

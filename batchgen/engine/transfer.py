@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,25 @@ class Transfer:
             there = into[: starts[-1]]
             there.copy_(host, non_blocking=True)
         return [_part(there, start, array) for array, start in zip(arrays, starts[:-1], strict=True)]
+
+    def back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Bring a tensor from the device, behind what it was told before; what comes after is not waited for.
+
+        Returns:
+            What waits for it, and gives it on the host.
+        """
+        if not self._pinned:
+            return lambda: tensor
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(self.place))
+
+        def wait() -> torch.Tensor:
+            arrived.synchronize()
+            return host
+
+        return wait
 
 
 def size(arrays: Sequence[Array]) -> int:

@@ -44,7 +44,10 @@ class Drawn:
 
     def result(self) -> list[int | RowError | None]:
         """R token ids, or why a row has none; None where its logits are not finite. Waits for the device."""
-        tokens: list[int] = self.tokens.tolist()
+        return self.of(self.tokens.tolist())
+
+    def of(self, tokens: Sequence[int]) -> list[int | RowError | None]:
+        """The same, from what `tokens` holds."""
         if not self.chosen and min(tokens, default=0) >= 0:
             return [*tokens]
         found: list[int | RowError | None] = []

@@ -24,6 +24,7 @@ from batchgen.types import Request, RequestState, RowFailure, SamplingParams
 BAD = ("not finite", -1, -1)
 VOCABULARY = 3
 KINDS = ["add"] * 6 + ["step"] * 8 + ["fork", "fail", "poison", "abort", "in flight", "preempt"]
+EARLY = [*KINDS, *["launch"] * 12, *["confirm"] * 8, *["take back"] * 3, "take all back", "poison earliest"]
 """Of random actions, each as often as it is listed."""
 
 executed = Counter[str]()
@@ -62,6 +63,20 @@ class SimConfig:
     windows: tuple[int | None, ...] = (None,)
 
 
+@dataclass(eq=False)
+class Launched:
+    """A step that is computed, and not confirmed: its tokens, and what it adds to what was ever computed.
+
+    `unnamed` are prefixes that end in a token which was pending, with whose they are.
+    """
+
+    output: SchedulerOutput
+    sampled: dict[int, int]
+    slots: list[int]
+    added: list[int]
+    unnamed: list[tuple[int, Request]]
+
+
 @dataclass
 class Sim:
     """Feeds a scheduler, runs its steps on the fake model and compares with what must come out."""
@@ -72,6 +87,7 @@ class Sim:
     expected: dict[int, Expected] = field(default_factory=dict)
     history: list[list[int]] = field(default_factory=lambda: [[]])
     known: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    flying: list[Launched] = field(default_factory=list)
     evicted: bool = False
     next_id: int = 0
     finished: int = 0
@@ -133,11 +149,97 @@ class Sim:
         self.complete(output)
         return output
 
-    def schedule(self, max_tokens: int | None = None) -> SchedulerOutput:
+    def launch(self, max_tokens: int | None = None) -> SchedulerOutput:
+        """Decide and compute a step that is confirmed later, early if there is one already and that may be.
+
+        Where two are under way the earlier is confirmed first. What a device does in the order in which it is
+        told is done at once.
+        """
+        while self.flying and (len(self.flying) == 2 or not self._may_be_followed(self.flying[0].output)):
+            self.confirm()
+        output = self.schedule(max_tokens, early=bool(self.flying))
+        if output.scheduled:
+            executed["early steps"] += len(self.flying)
+            tainted, sampled = self.execute(output)
+            assert not tainted
+            slots = [slot for s in output.scheduled for slot in self._written_slots(s)]
+            self.flying.append(Launched(output, sampled, slots, self._added, self._unnamed))
+        return output
+
+    def confirm(self) -> None:
+        """Confirm the earliest step that is under way, and finish what has come to its end."""
+        if self.flying:
+            launched = self.flying.pop(0)
+            self._name_late(launched)
+            self.scheduler.update(launched.output, launched.sampled)
+            self._finish_done(launched.output)
+            self.scheduler.check()
+
+    def take_back(self) -> None:
+        """Take back the latest step that is under way, computed though it is."""
+        if self.flying:
+            launched = self.flying.pop()
+            self._added = launched.added
+            self._forget(launched.output)
+            for slot in launched.slots:
+                self.memory[slot] = ("garbage", -2, -2)
+            self.scheduler.rollback(launched.output)
+            self.scheduler.check()
+            executed["rollbacks"] += 1
+
+    def poison_earliest(self, victim: int, *, early: bool, exact: bool) -> None:
+        """The same as `poison`, found with another step under way.
+
+        It is computed again for that, for which all that it read must be there: not where a window slides.
+        """
+        if not self.flying or any(self.config.windows):
+            return
+        if len(self.flying) == 2:
+            self.take_back()
+        launched = self.flying.pop()
+        self._name_late(launched)
+        ran = [s for s in launched.output.scheduled if s.request.state is RequestState.RUNNING]
+        if len(ran) < len(launched.output.scheduled):
+            # Who has lost its blocks since cannot be computed again here.
+            self.flying.append(launched)
+            return
+        self._added = launched.added
+        self.poison(launched.output, victim, early=early, exact=exact)
+
+    def land(self) -> None:
+        """Confirm all that is under way."""
+        while self.flying:
+            self.confirm()
+
+    def _name_late(self, launched: Launched) -> None:
+        """Count as computed what ended in a pending token, of requests that have not ended since."""
+        for key, request in launched.unnamed:
+            if request.state is RequestState.RUNNING and key not in self.known:
+                self.known[key] = self._chain(request, key)
+                launched.added.append(key)
+        launched.unnamed.clear()
+
+    def _chain(self, request: Request, key: int) -> tuple[int, ...]:
+        digests = self._digests(request)
+        return tuple(digests[1 : digests.index(key) + 1])
+
+    def _may_be_followed(self, output: SchedulerOutput) -> bool:
+        """Whether nobody forks after a step, and nothing is read in it."""
+        return not any(
+            (s.samples and s.request.num_forks) or s.request.reads(s.start, s.start + s.num_tokens)
+            for s in output.scheduled
+        )
+
+    def schedule(self, max_tokens: int | None = None, *, early: bool = False) -> SchedulerOutput:
         """Decide a step and check it against the limits, the oracle of hits, and all invariants."""
+        if not early:
+            self.land()
         before = set(self.scheduler.running)
-        output = self.scheduler.schedule(max_tokens)
+        for launched in self.flying:
+            self._name_late(launched)
+        output = self.scheduler.schedule(max_tokens, early=early)
         self.scheduler.check()
+        assert not early or not output.preempted, "an early step takes somebody's blocks"
         self._check_output(output, before)
         self._check_hits(output, before)
         if output.scheduled:
@@ -214,12 +316,14 @@ class Sim:
 
     def preempt(self, index: int) -> None:
         """Preempt any running request, as if its blocks were wanted."""
+        self.land()
         running = list(self.scheduler.running.values())
         if running:
             self.scheduler._preempt(running[index % len(running)])
 
     def fork(self, index: int, token: int, extra: int) -> None:
         """Another continuation of any running request."""
+        self.land()
         running = list(self.scheduler.running.values())
         if not running:
             return
@@ -253,6 +357,7 @@ class Sim:
 
     def drain(self) -> None:
         """Run to the end, which must come within a bound and leave nothing behind."""
+        self.land()
         forks = sum(e.request.num_forks for e in self.expected.values())
         # A fork has at most 4 tokens more than what it goes on from.
         tokens = sum((len(e.digests) + 4) * (1 + e.request.num_forks) for e in self.expected.values())
@@ -295,7 +400,7 @@ class Sim:
             if not tainted_now:
                 self._check_reads(scheduled)
             if scheduled.samples:
-                token = next_token(self._digests(request)[request.num_tokens])
+                token = next_token(self._digests(request)[scheduled.start + scheduled.num_tokens])
                 sampled[request.request_id] = (token + 1) % VOCABULARY if tainted_now else token
         return tainted, sampled
 
@@ -319,8 +424,16 @@ class Sim:
             self.memory[slot] = value or self._value(scheduled, group, position)
 
     def _value(self, scheduled: ScheduledRequest, group: int, position: int) -> tuple[object, int, int]:
-        [token] = scheduled.request.tokens(position, position + 1)
-        return (group, token), position, self._digests(scheduled.request)[position + 1]
+        request = scheduled.request
+        place = position - len(request.prompt_token_ids)
+        # The device knows tokens that the host does not yet.
+        token = (
+            self.expected[request.request_id].stream[place]
+            if place >= 0
+            else request.prompt_token_ids[position]
+        )
+        assert request.tokens(position, position + 1) in ([token], [])
+        return (group, token), position, self._digests(request)[position + 1]
 
     def _read_range(self, scheduled: ScheduledRequest, group: int) -> range:
         window = self.config.windows[group]
@@ -422,7 +535,9 @@ class Sim:
         for s in output.scheduled:
             assert s.request.request_id in self.expected, "scheduled after its end"
             assert s.num_tokens >= 1
-            assert s.samples == (s.start + s.num_tokens == s.request.num_tokens)
+            assert s.start + s.num_tokens <= s.request.max_total_tokens, "computed beyond its last token"
+            assert s.samples == (s.start + s.num_tokens == s.request.num_expected)
+            assert s.pending == (s.start + s.num_tokens > s.request.num_tokens)
             covered = -(-(s.start + s.num_tokens) // self.config.block_size)
             assert [len(block_ids) for block_ids in s.block_ids] == [covered] * len(self.config.windows)
 
@@ -430,6 +545,7 @@ class Sim:
         """Hits against all prefixes ever computed: never longer, and equal while nothing was evicted."""
         size = self.config.block_size
         self._added: list[int] = []
+        self._unnamed: list[tuple[int, Request]] = []
         for s in output.scheduled:
             digests = self._digests(s.request)
             if s.request.request_id not in before:
@@ -441,10 +557,13 @@ class Sim:
                 assert s.start == longest or self.evicted or not self.config.caching, "a missed hit"
                 assert s.start % size == 0
                 executed["hits"] += s.start > 0
-            for end in range(size, s.start + s.num_tokens + 1, size):
+            stop = s.start + s.num_tokens
+            for end in range(size, stop + 1 - s.pending, size):
                 if digests[end] not in self.known:
                     self.known[digests[end]] = tuple(digests[1 : end + 1])
                     self._added.append(digests[end])
+            if s.pending and stop % size == 0:
+                self._unnamed.append((digests[stop], s.request))
 
     def _forget(self, output: SchedulerOutput) -> None:
         for key in self._added:
@@ -505,6 +624,17 @@ def _random_action(sim: Sim, rng: random.Random, kind: str) -> None:
             salt=rng.choice([0, 0, 1]),
             forks=rng.choice([0, 0, 0, 2, 5]),
         )
+    elif kind == "launch":
+        sim.launch()
+    elif kind == "confirm":
+        sim.confirm()
+    elif kind == "take back":
+        sim.take_back()
+    elif kind == "take all back":
+        sim.take_back()
+        sim.take_back()
+    elif kind == "poison earliest":
+        sim.poison_earliest(rng.randrange(8), early=rng.random() < 0.5, exact=rng.random() < 0.5)
     elif kind == "abort":
         sim.abort(rng.randrange(8))
     elif kind == "preempt":

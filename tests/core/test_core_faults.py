@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core_sim import KINDS, random_run
+from core_sim import EARLY, KINDS, random_run
 
 from batchgen.core import block_hash as block_hash_module
 from batchgen.core import scheduler as scheduler_module
@@ -120,7 +120,7 @@ def failed_step_keeps_admissions(patch):
 
 def failed_step_keeps_progress(patch):
     def rollback(self, output):
-        step = self._end_step(output)
+        step = self._end_step(output, -1)
         self.manager.unregister(step.named if step else [])
 
     patch.setattr(Scheduler, "rollback", rollback)
@@ -130,8 +130,8 @@ def failed_copy_is_trusted(patch):
     original = Scheduler.rollback
 
     def rollback(self, output):
-        if self._step is not None:
-            self._step.copies.clear()
+        if self._steps:
+            self._steps[-1].copies.clear()
         original(self, output)
 
     patch.setattr(Scheduler, "rollback", rollback)
@@ -246,8 +246,91 @@ def groups_do_not_agree_on_a_hit(patch):
     patch.setattr(KVCacheCoordinator, "find_longest_hit", find_longest_hit)
 
 
+def names_what_is_pending(patch):
+    original = KVCacheManager.register
+
+    def register(self, request, num_tokens):
+        request.output_token_ids += [0] * request.num_pending
+        named = original(self, request, num_tokens)
+        del request.output_token_ids[len(request.output_token_ids) - request.num_pending :]
+        return named
+
+    patch.setattr(KVCacheManager, "register", register)
+
+
+def names_nothing_late(patch):
+    patch.setattr(Scheduler, "_name_late", lambda self, step: None)
+
+
+def names_late_what_has_ended(patch):
+    original = Scheduler._name_late
+
+    def name_late(self, step):
+        for request_id, computed in step.unnamed.items():
+            step.scheduled[request_id].request.num_computed_tokens = computed
+        original(self, step)
+
+    patch.setattr(Scheduler, "_name_late", name_late)
+
+
+def pending_tokens_stay_pending(patch):
+    original = Scheduler.update
+
+    def update(self, output, sampled):
+        requests = {s.request.request_id: s.request for s in output.scheduled}
+        pending = {i: r.num_pending for i, r in requests.items()}
+        found = original(self, output, sampled)
+        for request_id, count in pending.items():
+            requests[request_id].num_pending = count
+        return found
+
+    patch.setattr(Scheduler, "update", update)
+
+
+def last_token_is_followed(patch):
+    def ends(self, request):
+        return request.num_computed_tokens == request.num_expected
+
+    patch.setattr(Scheduler, "_ends", ends)
+
+
+def early_steps_take_blocks(patch):
+    original = Scheduler._extend
+
+    def extend(self, step, request):
+        early, step.early = step.early, False
+        original(self, step, request)
+        step.early = early
+
+    patch.setattr(Scheduler, "_extend", extend)
+
+
+def who_ends_stays_in_the_next_step(patch):
+    patch.setattr(Scheduler, "_void", lambda self, request: None)
+
+
+def windows_slide_back(patch):
+    original = Scheduler._follow
+
+    def follow(self, step):
+        original(self, step)
+        step.followed = False
+
+    patch.setattr(Scheduler, "_follow", follow)
+
+
 FAULTS = [value for name, value in list(globals().items()) if getattr(value, "__module__", "") == __name__]
 FORKING = [*KINDS, *["fork"] * 8, *["fail"] * 4]
+LOOKING_AHEAD = (
+    names_what_is_pending,
+    names_nothing_late,
+    names_late_what_has_ended,
+    pending_tokens_stay_pending,
+    last_token_is_followed,
+    early_steps_take_blocks,
+    who_ends_stays_in_the_next_step,
+    windows_slide_back,
+)
 HYBRID = (
     window_frees_a_token_too_early,
     window_frees_nothing,
@@ -257,13 +340,15 @@ HYBRID = (
     groups_do_not_agree_on_a_hit,
 )
 # Where a group has full attention, its chains have no gaps, and they are what a hit ends at.
-WINDOWS = {poison_stops_at_a_gap: (5,)}
+WINDOWS = {poison_stops_at_a_gap: (5,), windows_slide_back: (5, None)}
 NOTICED = (AssertionError, EngineError, ValueError, IndexError, KeyError)
 
 
-def run_all(windows):
+def run_all(windows, early=False):
     for seed in SEEDS:
         kinds = FORKING if seed % 2 else KINDS
+        if early:
+            kinds = [*kinds, *EARLY]
         random_run(seed, kinds, windows=windows, num_blocks=6 + seed % 8, max_seqs=2 + seed % 5)
 
 
@@ -271,9 +356,10 @@ def run_all(windows):
 def test_fault_is_noticed(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(NOTICED):
-        run_all(WINDOWS.get(fault, (None, 3) if fault in HYBRID else (None,)))
+        run_all(WINDOWS.get(fault, (None, 3) if fault in HYBRID else (None,)), fault in LOOKING_AHEAD)
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("windows", [(None,), (None, 3), (2, 9, None), (5,)])
-def test_without_a_fault_nothing_is_noticed(windows):
-    run_all(windows)
+def test_without_a_fault_nothing_is_noticed(windows, early):
+    run_all(windows, early)

@@ -49,6 +49,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.sim.step()
 
+    @rule(count=st.integers(1, 6), smaller=st.sampled_from([None, None, None, 1, 5]))
+    def launch(self, count, smaller):
+        """Steps each of which is decided before the one before it is confirmed; two stay under way."""
+        for _ in range(count):
+            self.sim.launch(smaller)
+
+    @rule()
+    def confirm_the_earliest(self):
+        self.sim.confirm()
+
+    @rule(count=st.integers(1, 2))
+    def take_back_the_latest(self, count):
+        for _ in range(count):
+            self.sim.take_back()
+
+    @rule(victim=small, early=st.booleans(), exact=st.booleans())
+    def poison_the_earliest(self, victim, early, exact):
+        self.sim.poison_earliest(victim, early=early, exact=exact)
+
     @rule(written=st.integers(0, 40), copied=st.booleans(), smaller=st.integers(1, 24))
     def fail_and_retry_smaller(self, written, copied, smaller):
         output = self.sim.schedule()
@@ -78,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(kept=small, steps=st.integers(1, 4))
     def run_apart(self, kept, steps):
         """Only one request runs, with what is forked off it; then all do again."""
+        self.sim.land()
         scheduler = self.sim.scheduler
         ids = list(scheduler.requests)
         for request_id in ids[:kept] + ids[kept + 1 :]:

@@ -127,8 +127,8 @@ def test_a_row_whose_logits_are_not_finite_is_alone(
     wanted = samples(engine, SamplingParams(max_tokens=4))
     execute = engine.core.runner.execute
 
-    def spoiled(planned: SchedulerOutput) -> torch.Tensor:
-        logits = execute(planned).clone()
+    def spoiled(planned: SchedulerOutput, *pending: Any) -> torch.Tensor:
+        logits = execute(planned, *pending).clone()
         samplers = [s.request.request_id for s in planned.scheduled if s.samples]
         logits[[row == 1 for row in samplers]] = float("nan")
         return logits
@@ -146,12 +146,12 @@ def test_memory_that_runs_out_is_given_back_before_a_smaller_step(
     wanted = samples(engine, SamplingParams(max_tokens=4))
     execute, alive = engine.core.runner.execute, []
 
-    def limited(planned: SchedulerOutput) -> torch.Tensor:
+    def limited(planned: SchedulerOutput, *pending: Any) -> torch.Tensor:
         large = torch.zeros(planned.total_tokens)
         alive.append(weakref.ref(large))
         if planned.total_tokens > 5:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return execute(planned)
+        return execute(planned, *pending)
 
     def give_back() -> None:
         assert [ref() for ref in alive] == [None] * len(alive), "what the failed step holds is still taken"

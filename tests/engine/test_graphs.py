@@ -128,9 +128,9 @@ def test_only_steps_that_decode_and_are_not_read_are_launched(folder: Path, capt
     launched: list[bool] = []
     execute = engine.core.runner.execute
 
-    def recording(output: Any) -> torch.Tensor:
+    def recording(output: Any, *pending: Any) -> torch.Tensor:
         before = capture.launched
-        logits = execute(output)
+        logits = execute(output, *pending)
         launched.append(capture.launched > before)
         only_tokens = all(s.num_tokens == 1 and s.samples for s in output.scheduled)
         read = any(len(s.request.reads(s.start, s.start + s.num_tokens)) for s in output.scheduled)
@@ -278,9 +278,9 @@ def test_sequences_that_are_longer_than_was_captured_run_as_ever(
     lengths: list[int] = []
     execute = engine.core.runner.execute
 
-    def recording(output: Any) -> torch.Tensor:
+    def recording(output: Any, *pending: Any) -> torch.Tensor:
         before = capture.launched
-        logits = execute(output)
+        logits = execute(output, *pending)
         if capture.launched > before:
             lengths.append(max(s.start for s in output.scheduled) + 1)
         return logits
