@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.shared_prefix import SharingCost
 from batchgen_kernels.spec import AttentionSpec
+from batchgen_kernels.storage import LARGEST
 
 PAGE_ALIGNMENT = 64
 """Bytes: a line of the processor's cache, and more than any element."""
 Part = tuple[torch.dtype, tuple[int, ...]]
 """The dtype and the shape of one tensor in a page."""
+Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,6 +149,50 @@ class AttentionBackend(Protocol):
         `sinks` [num_heads] are given if and only if `spec.has_sinks`.
         """
         ...
+
+
+class PagedBackend(ABC):
+    """What backends have in common: the table of `capability` says what they can do, and in a page come the
+    scales of keys and of values, where there are any, then keys, then values."""
+
+    name: str
+
+    def supports(
+        self,
+        spec: AttentionSpec,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
+    ) -> str | None:
+        """See `AttentionBackend`."""
+        return CAPABILITIES[self.name].refusal(spec, device, dtype, kv_dtype)
+
+    def bytes_per_block(self, spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> int:
+        """See `AttentionBackend`."""
+        return page_bytes(self._parts(spec, block_size, kv_dtype))
+
+    def view(
+        self, spec: AttentionSpec, pages: torch.Tensor, block_size: int, kv_dtype: torch.dtype
+    ) -> KVCache:
+        """See `AttentionBackend`."""
+        refusal = CAPABILITIES[self.name].page_refusal(spec, block_size, kv_dtype)
+        if refusal is not None:
+            raise ValueError(refusal)
+        *scales, key, value = divide_pages(pages, self._parts(spec, block_size, kv_dtype))
+        return KVCache(key, value, block_size, *scales)
+
+    def sharing(self, spec: AttentionSpec, dtype: torch.dtype, kv: KVCache) -> SharingCost | None:
+        """See `AttentionBackend`; never."""
+        return None
+
+    @abstractmethod
+    def shapes(self, spec: AttentionSpec, block_size: int) -> Shapes:
+        """Of the scales, of the keys and of the values in a page."""
+
+    def _parts(self, spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> list[Part]:
+        scales, key, value = self.shapes(spec, block_size)
+        scaled = [(torch.float32, scales)] * 2 if kv_dtype in LARGEST else []
+        return [*scaled, (kv_dtype, key), (kv_dtype, value)]
 
 
 def check_sinks(spec: AttentionSpec, sinks: torch.Tensor | None) -> None:

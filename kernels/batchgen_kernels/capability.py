@@ -66,6 +66,26 @@ class Capability:
         lacking = self.storing(dtype, dtype if kv_dtype is None else kv_dtype)
         if lacking is not None:
             return lacking
+        return self._shape_refusal(spec)
+
+    def page_refusal(self, spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> str | None:
+        """Why pages of such blocks cannot hold the cache of `spec`, or None if they can."""
+        if kv_dtype not in self.kv_dtypes:
+            return self._not_stored(kv_dtype)
+        if block_size < 1 or block_size % self.block_size_multiple:
+            return (
+                f"the {self.name} attention backend takes block sizes that are multiples of "
+                f"{self.block_size_multiple}, not {block_size}"
+            )
+        return self._shape_refusal(spec)
+
+    def _not_stored(self, kv_dtype: torch.dtype) -> str:
+        return (
+            f"the {self.name} attention backend stores keys and values as {_names(self.kv_dtypes)}, "
+            f"not as {_name(kv_dtype)}"
+        )
+
+    def _shape_refusal(self, spec: AttentionSpec) -> str | None:
         widest = max(spec.head_size, spec.v_head_size)
         if widest > self.max_head_size:
             return (
@@ -98,10 +118,7 @@ class Capability:
                 f"not as {_name(kv_dtype)}"
             )
         if kv_dtype not in self.kv_dtypes:
-            return (
-                f"the {self.name} attention backend stores keys and values as {_names(self.kv_dtypes)}, "
-                f"not as {_name(kv_dtype)}"
-            )
+            return self._not_stored(kv_dtype)
         return None
 
     def absence(self, device: torch.device) -> str | None:

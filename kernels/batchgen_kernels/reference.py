@@ -10,39 +10,20 @@ from __future__ import annotations
 import torch
 
 from batchgen_kernels import backend as common
-from batchgen_kernels.backend import KVCache, Part
-from batchgen_kernels.capability import CAPABILITIES
+from batchgen_kernels.backend import KVCache, PagedBackend, Shapes
 from batchgen_kernels.metadata import AttentionMetadata
-from batchgen_kernels.shared_prefix import SharingCost
 from batchgen_kernels.spec import AttentionSpec
-from batchgen_kernels.storage import LARGEST, dequantize, quantize, stored
+from batchgen_kernels.storage import dequantize, quantize, stored
 
 
-class ReferenceBackend:
+class ReferenceBackend(PagedBackend):
     """See `AttentionBackend`. Computes in float32, or in float64 if the cache is float64."""
 
     name = "reference"
 
-    def supports(
-        self,
-        spec: AttentionSpec,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        kv_dtype: torch.dtype | None = None,
-    ) -> str | None:
-        return CAPABILITIES[self.name].refusal(spec, device, dtype, kv_dtype)
-
-    def bytes_per_block(self, spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> int:
-        return common.page_bytes(_parts(spec, block_size, kv_dtype))
-
-    def view(
-        self, spec: AttentionSpec, pages: torch.Tensor, block_size: int, kv_dtype: torch.dtype
-    ) -> KVCache:
-        *scales, key, value = common.divide_pages(pages, _parts(spec, block_size, kv_dtype))
-        return KVCache(key, value, block_size, *scales)
-
-    def sharing(self, spec: AttentionSpec, dtype: torch.dtype, kv: KVCache) -> SharingCost | None:
-        return None
+    def shapes(self, spec: AttentionSpec, block_size: int) -> Shapes:
+        vectors = (block_size, spec.num_kv_heads)
+        return vectors, (*vectors, spec.head_size), (*vectors, spec.v_head_size)
 
     def write(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, meta: AttentionMetadata) -> None:
         meta.check(kv.num_blocks)
@@ -73,13 +54,6 @@ class ReferenceBackend:
                 keys, values = _gather(kv, meta.block_table[s], seq_len)
                 out[rows] = _attend_sequence(query[rows], keys, values, spec, sinks).to(out.dtype)
         return out
-
-
-def _parts(spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> list[Part]:
-    """Two kinds of scales for int8 and fp8, then keys and values."""
-    vectors = (block_size, spec.num_kv_heads)
-    scales: list[Part] = [(torch.float32, vectors)] * 2 if kv_dtype in LARGEST else []
-    return [*scales, (kv_dtype, (*vectors, spec.head_size)), (kv_dtype, (*vectors, spec.v_head_size))]
 
 
 def _gather(kv: KVCache, table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from batchgen_kernels import backend as common
-from batchgen_kernels.backend import KVCache, Part
+from batchgen_kernels.backend import KVCache, PagedBackend, Shapes
 from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.cpu import kernel
 from batchgen_kernels.cpu.kernel import AttendArgument, WriteArgument
@@ -23,7 +23,6 @@ from batchgen_kernels.cpu.plan import Int64, Plan, make_plan
 from batchgen_kernels.cpu.program import Code, Program, compiled
 from batchgen_kernels.cpu.simd import LANES, TILE
 from batchgen_kernels.metadata import AttentionMetadata
-from batchgen_kernels.shared_prefix import SharingCost
 from batchgen_kernels.spec import AttentionSpec
 
 _SERIAL_COST = 2048
@@ -52,7 +51,7 @@ class _Step:
     layer_plans: dict[tuple[AttentionSpec, int, bytes | None], _LayerPlan] = field(default_factory=dict)
 
 
-class CpuBackend:
+class CpuBackend(PagedBackend):
     """See `AttentionBackend`. Runs on as many threads as torch does; one caller at a time."""
 
     name = "cpu"
@@ -61,35 +60,17 @@ class CpuBackend:
         self._steps: WeakKeyDictionary[AttentionMetadata, _Step] = WeakKeyDictionary()
         self._scratch = np.empty(0, dtype=np.float32)
 
-    def supports(
-        self,
-        spec: AttentionSpec,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        kv_dtype: torch.dtype | None = None,
-    ) -> str | None:
-        return CAPABILITIES[self.name].refusal(spec, device, dtype, kv_dtype)
-
-    def bytes_per_block(self, spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> int:
-        return common.page_bytes(_parts(spec, block_size, kv_dtype))
+    def shapes(self, spec: AttentionSpec, block_size: int) -> Shapes:
+        vectors = (spec.num_kv_heads, block_size)
+        return vectors, (spec.num_kv_heads, spec.head_size, block_size), (*vectors, _padded(spec.v_head_size))
 
     def view(
         self, spec: AttentionSpec, pages: torch.Tensor, block_size: int, kv_dtype: torch.dtype
     ) -> KVCache:
-        refusal = self.supports(spec, pages.device, torch.float32, kv_dtype)
-        if refusal is None and (block_size < LANES or block_size % LANES):
-            refusal = (
-                f"the cpu attention backend takes block sizes that are multiples of {LANES}, not {block_size}"
-            )
-        if refusal is not None:
-            raise ValueError(refusal)
+        cache = super().view(spec, pages, block_size, kv_dtype)
         # Compiling takes seconds the first time: while the engine is loaded, not in its first step.
         compiled(kv_dtype)
-        *scales, key, value = common.divide_pages(pages, _parts(spec, block_size, kv_dtype))
-        return KVCache(key, value, block_size, *scales)
-
-    def sharing(self, spec: AttentionSpec, dtype: torch.dtype, kv: KVCache) -> SharingCost | None:
-        return None
+        return cache
 
     def write(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, meta: AttentionMetadata) -> None:
         step = self._step(kv, meta)
@@ -200,17 +181,6 @@ class CpuBackend:
 
 def _padded(v_head_size: int) -> int:
     return -(-v_head_size // LANES) * LANES
-
-
-def _parts(spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> list[Part]:
-    """Two kinds of scales for int8, then keys and values."""
-    heads = spec.num_kv_heads
-    scales: list[Part] = [(torch.float32, (heads, block_size))] * 2 if kv_dtype == torch.int8 else []
-    return [
-        *scales,
-        (kv_dtype, (heads, spec.head_size, block_size)),
-        (kv_dtype, (heads, block_size, _padded(spec.v_head_size))),
-    ]
 
 
 def point_to(argument: AttendArgument | WriteArgument, kv: KVCache) -> None:

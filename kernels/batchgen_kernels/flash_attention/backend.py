@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 import torch
 
 from batchgen_kernels import backend as common
-from batchgen_kernels.backend import KVCache, Part
-from batchgen_kernels.capability import CAPABILITIES
+from batchgen_kernels.backend import KVCache, PagedBackend, Shapes
 from batchgen_kernels.metadata import AttentionMetadata
-from batchgen_kernels.shared_prefix import SharingCost
 from batchgen_kernels.spec import AttentionSpec
 from batchgen_kernels.storage import stored
 
 
-class _FlashAttention(ABC):
+class _FlashAttention(PagedBackend):
     """What both versions share; neither `write` nor `attend` waits for the device.
 
     Args:
@@ -30,34 +28,9 @@ class _FlashAttention(ABC):
     def __init__(self, functions: Any = None) -> None:
         self._functions = functions if functions is not None else importlib.import_module(self.module)
 
-    def supports(
-        self,
-        spec: AttentionSpec,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        kv_dtype: torch.dtype | None = None,
-    ) -> str | None:
-        return CAPABILITIES[self.name].refusal(spec, device, dtype, kv_dtype)
-
-    def bytes_per_block(self, spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> int:
-        return common.page_bytes(_parts(spec, block_size, kv_dtype))
-
-    def view(
-        self, spec: AttentionSpec, pages: torch.Tensor, block_size: int, kv_dtype: torch.dtype
-    ) -> KVCache:
-        multiple = CAPABILITIES[self.name].block_size_multiple
-        if block_size < multiple or block_size % multiple:
-            raise ValueError(
-                f"the {self.name} attention backend takes block sizes that are multiples of {multiple}, "
-                f"not {block_size}"
-            )
-        if kv_dtype not in CAPABILITIES[self.name].kv_dtypes:
-            raise ValueError(f"the {self.name} attention backend stores no keys and values as {kv_dtype}")
-        key, value = common.divide_pages(pages, _parts(spec, block_size, kv_dtype))
-        return KVCache(key, value, block_size)
-
-    def sharing(self, spec: AttentionSpec, dtype: torch.dtype, kv: KVCache) -> SharingCost | None:
-        return None
+    def shapes(self, spec: AttentionSpec, block_size: int) -> Shapes:
+        vectors = (block_size, spec.num_kv_heads)
+        return vectors, (*vectors, spec.head_size), (*vectors, spec.v_head_size)
 
     def write(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, meta: AttentionMetadata) -> None:
         # Rows without a place put back what the null block has there, so that none has to be counted.
@@ -157,8 +130,3 @@ def _options(spec: AttentionSpec) -> dict[str, Any]:
         "window_size": window,
         "softcap": spec.softcap or 0.0,
     }
-
-
-def _parts(spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> list[Part]:
-    vectors = (block_size, spec.num_kv_heads)
-    return [(kv_dtype, (*vectors, spec.head_size)), (kv_dtype, (*vectors, spec.v_head_size))]

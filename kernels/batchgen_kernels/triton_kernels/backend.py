@@ -10,7 +10,7 @@ import torch
 import triton
 
 from batchgen_kernels import backend as common
-from batchgen_kernels.backend import KVCache, Part
+from batchgen_kernels.backend import KVCache, PagedBackend, Shapes
 from batchgen_kernels.capability import CAPABILITIES
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.shared_prefix import LEAST_KEYS, SharingCost
@@ -49,7 +49,7 @@ class _SharedSums:
     splits: int
 
 
-class TritonBackend:
+class TritonBackend(PagedBackend):
     """See `AttentionBackend`.
 
     `write` and `attend` never wait for the device. So metadata is checked only where it is in the memory of
@@ -76,32 +76,9 @@ class TritonBackend:
         """Whether the bits of a row do not depend on its batch."""
         return self._fixed_split is not None
 
-    def supports(
-        self,
-        spec: AttentionSpec,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        kv_dtype: torch.dtype | None = None,
-    ) -> str | None:
-        return CAPABILITIES[self.name].refusal(spec, device, dtype, kv_dtype)
-
-    def bytes_per_block(self, spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> int:
-        return common.page_bytes(_parts(spec, block_size, kv_dtype))
-
-    def view(
-        self, spec: AttentionSpec, pages: torch.Tensor, block_size: int, kv_dtype: torch.dtype
-    ) -> KVCache:
-        refusal = self.supports(spec, pages.device, torch.float32, kv_dtype)
-        multiple = CAPABILITIES[self.name].block_size_multiple
-        if refusal is None and (block_size < multiple or block_size % multiple):
-            refusal = (
-                f"the triton attention backend takes block sizes that are multiples of {multiple}, "
-                f"not {block_size}"
-            )
-        if refusal is not None:
-            raise ValueError(refusal)
-        *scales, key, value = common.divide_pages(pages, _parts(spec, block_size, kv_dtype))
-        return KVCache(key, value, block_size, *scales)
+    def shapes(self, spec: AttentionSpec, block_size: int) -> Shapes:
+        vectors = (spec.num_kv_heads, block_size)
+        return vectors, (*vectors, spec.head_size), (*vectors, spec.v_head_size)
 
     def sharing(self, spec: AttentionSpec, dtype: torch.dtype, kv: KVCache) -> SharingCost | None:
         """See `AttentionBackend`; None where bits must not depend on who else is in the step."""
@@ -352,13 +329,6 @@ def write_constants(head_size: int, v_head_size: int, kv: KVCache) -> dict[str, 
         "num_stages": 1,
         "enable_fp_fusion": False,
     }
-
-
-def _parts(spec: AttentionSpec, block_size: int, kv_dtype: torch.dtype) -> list[Part]:
-    """Two kinds of scales for int8 and fp8, then keys and values."""
-    vectors = (spec.num_kv_heads, block_size)
-    scales: list[Part] = [(torch.float32, vectors)] * 2 if kv_dtype in LARGEST else []
-    return [*scales, (kv_dtype, (*vectors, spec.head_size)), (kv_dtype, (*vectors, spec.v_head_size))]
 
 
 def _sums(
