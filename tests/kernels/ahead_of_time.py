@@ -194,6 +194,7 @@ def builds(case: Case, chip: tiles.Chip) -> Iterator[Build]:
                 *(spec, kv, tile, chip),
                 split=case.split,
                 fixed_split=case.fixed_split,
+                one_row=case.rows == 1,
                 continued=case.shared,
             ),
             **pages(case),

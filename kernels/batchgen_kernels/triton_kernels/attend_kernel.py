@@ -119,6 +119,7 @@ def attend_kernel(
     FP8: tl.constexpr,
     SPLIT: tl.constexpr,
     FIXED_TILES: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     SHARED: tl.constexpr,
     LEAST_TILES: tl.constexpr,
     CONTINUED: tl.constexpr,
@@ -128,7 +129,9 @@ def attend_kernel(
     Grid: (tiles, KV heads x chunks of their query heads, splits). `SPLIT` writes float32 sums to
     `partial_ptr` [T, HEADS, num_splits, V_HEAD_SIZE] and (largest score, weight) to `stats_ptr`
     [T, HEADS, num_splits, 2] for `merge_kernel`; else the result goes to `out_ptr`. `FIXED_TILES` counts
-    the key tiles of a split from position 0; 0 divides what this tile sees by the number of splits.
+    the key tiles of a split from position 0; 0 divides what this tile sees by the number of splits. With
+    `ONE_ROW` each sequence has one row, and a tile is its own: a search is a chain of loads, longer than all
+    others before the first product.
 
     `SHARED` attends to what groups of sequences have in common: a group takes the place of a sequence, whose
     rows are its members', one each, and all stand behind its keys. `starts_ptr` then counts members,
@@ -144,9 +147,14 @@ def attend_kernel(
     chunk = tl.program_id(1) % CHUNKS
     split = tl.program_id(2)
 
-    seq = _sequence_of(tile, starts_ptr, num_seqs, TILE_TOKENS)
-    start = tl.load(starts_ptr + seq)
-    num_rows = tl.load(starts_ptr + seq + 1) - start
+    if ONE_ROW:
+        seq = tile
+        start = tile
+        num_rows = tl.full([], 1, tl.int32)
+    else:
+        seq = _sequence_of(tile, starts_ptr, num_seqs, TILE_TOKENS)
+        start = tl.load(starts_ptr + seq)
+        num_rows = tl.load(starts_ptr + seq + 1) - start
     history = tl.load(seq_lens_ptr + seq)
     if not SHARED:
         history = history - num_rows
@@ -154,7 +162,9 @@ def attend_kernel(
         # From here on positions count from the first of its own keys.
         skipped = tl.load(skipped_ptr + seq)
         history = history - skipped
-    if TILE_TOKENS > 1:
+    if ONE_ROW:
+        first = tl.full([], 0, tl.int32)
+    elif TILE_TOKENS > 1:
         first = (tile - start // TILE_TOKENS - seq) * TILE_TOKENS
     else:
         first = tile - start

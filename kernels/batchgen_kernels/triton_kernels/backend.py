@@ -140,7 +140,10 @@ class TritonBackend(PagedBackend):
         partial = stats = None
         if splits is not None:
             partial, stats = _sums(query, spec, meta.num_tokens, splits)
-        tiles = meta.num_tokens if tile.tokens == 1 else meta.num_tokens // tile.tokens + num_seqs
+        one_row = meta.num_tokens == num_seqs and meta.max_query_len == 1
+        tiles = meta.num_tokens
+        if tile.tokens > 1 and not one_row:
+            tiles = meta.num_tokens // tile.tokens + num_seqs
         key_scale_page, value_scale_page = _scale_pages(kv)
         attend_kernel[(tiles, columns, splits or 1)](
             out,
@@ -178,6 +181,7 @@ class TritonBackend(PagedBackend):
                 _chip(query.device),
                 split=splits is not None,
                 fixed_split=self._fixed_split,
+                one_row=one_row,
                 continued=before is not None,
             ),
         )
@@ -261,6 +265,7 @@ def attend_constants(
     *,
     split: bool,
     fixed_split: int | None = None,
+    one_row: bool = False,
     shared: bool = False,
     continued: bool = False,
 ) -> dict[str, Any]:
@@ -291,6 +296,7 @@ def attend_constants(
         "FP8": (1 if chip.capability >= 89 else 2) if kv.dtype == torch.float8_e4m3fn else 0,
         "SPLIT": split,
         "FIXED_TILES": (fixed_split or 0) // tile.keys,
+        "ONE_ROW": one_row,
         "SHARED": shared,
         "LEAST_TILES": LEAST_KEYS // tile.keys if shared else 0,
         "CONTINUED": continued,

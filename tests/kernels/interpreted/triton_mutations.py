@@ -22,6 +22,7 @@ FP8 = Case(
     spec=layer(3, 1, 80), sequences=[(30, 2)], dtype=torch.float16, kv_dtype=torch.float8_e4m3fn, chip=A100
 )
 DIAGONAL = Case(spec=layer(4, 2, 16), sequences=[(94, 3)])
+SINGLE = Case(spec=layer(4, 2, 16), sequences=[(20, 1), (3, 1), (50, 1)])
 BLOCKS = Case(spec=layer(2, 2, 16), sequences=[(70, 6)], block_size=64)
 
 MUTATIONS = {
@@ -42,6 +43,12 @@ MUTATIONS = {
         FULL,
         "scores = cap * (1 - 2 / (1 + tl.exp2(scores * factor)))",
         "scores = scores * factor",
+    ),
+    "a row is another sequence's": (SINGLE, "        seq = tile\n", "        seq = num_seqs - 1 - tile\n"),
+    "a row is in another's place": (
+        SINGLE,
+        "        start = tile\n",
+        "        start = num_seqs - 1 - tile\n",
     ),
     "a tile is taken for whole": (
         DIAGONAL,
@@ -71,7 +78,7 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("case", [FULL, SPLIT, FP8, DIAGONAL, BLOCKS])
+@pytest.mark.parametrize("case", [FULL, SPLIT, FP8, DIAGONAL, SINGLE, BLOCKS])
 def test_the_kernel_itself_passes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     case.check(monkeypatch)
 
