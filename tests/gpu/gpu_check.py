@@ -129,6 +129,7 @@ SECTIONS = (
     Section("kernels: sampling", 200, _of_kernels("sampling"), beside=True),
     Section("engine: errors", 200, _of_engine("errors"), beside=True),
     Section("engine: graphs", 200, _of_engine("graphs"), beside=True),
+    Section("engine: shared keys", 200, _of_engine("alike"), beside=True),
     Section("engine: invariance", 200, _of_engine("invariance"), beside=True),
 )
 

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import logging
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu_notes import Notes, Place
@@ -112,6 +113,39 @@ def graphs(notes: Notes, place: Place) -> None:
         _forget(place)
 
 
+def alike(notes: Notes, place: Place) -> None:
+    """Prompts that begin alike, which attention reads once, give the tokens that they give without that."""
+    from batchgen_kernels.triton_kernels import TritonBackend
+
+    path = TINY["llama"].format(layers=1) if place.dry else REAL[3]
+    first, *rest = _prompts((20, 1, 2) if place.dry else (1200, *range(3, 51)), 400)
+    prompts, count = [first + prompt for prompt in rest], 2 if place.dry else 24
+    sizes = {"max_model_len": 1280, "max_num_batched_tokens": 2048, "max_num_seqs": 64}
+    sizes["kv_cache_memory"] = 1 << 30
+    steps = 0
+
+    def counting(self: TritonBackend, *given: Any) -> Any:
+        nonlocal steps
+        sums = attend(self, *given)
+        steps += sums is not None
+        return sums
+
+    attend = TritonBackend._attend_shared
+    for graphs in (False,) if place.dry else (False, True):
+        got = []
+        for replaced in ({"_attend_shared": counting}, {"sharing": lambda *_: None}):
+            with mock.patch.multiple(TritonBackend, **replaced):
+                given = {} if place.dry else sizes
+                got.append(
+                    _generate(place, path, prompts, count, dtype="float32", cuda_graphs=graphs, **given)
+                )
+        name = f"prompts that begin alike, {'captured steps' if graphs else 'launched kernel by kernel'}"
+        notes.check(f"{name}: the same tokens", got[0] == got[1])
+        notes.check(f"{name}: what they share is read once", steps > 0, f"in {steps} launches")
+        steps = 0
+        _forget(place)
+
+
 def invariance(notes: Notes, place: Place) -> None:
     """`deterministic: true`: a row alone and among others has the same logprobs to the bit."""
     path = TINY["llama"].format(layers=1) if place.dry else REAL[3]
@@ -182,7 +216,7 @@ def _generate(
     place: Place, path: str, prompts: list[list[int]], count: int, **settings: Any
 ) -> list[list[int]]:
     sizes = {"max_model_len": 160, "max_num_batched_tokens": 64, "max_num_seqs": 4}
-    with place.llm(path, kv_cache_memory=1 << 27, **sizes, **settings) as llm:
+    with place.llm(path, **{"kv_cache_memory": 1 << 27, **sizes, **settings}) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True))
     for output in outputs:
         if output.error is not None:

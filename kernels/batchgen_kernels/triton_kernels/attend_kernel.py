@@ -121,7 +121,7 @@ def attend_kernel(
     FIXED_TILES: tl.constexpr,
     ONE_ROW: tl.constexpr,
     SHARED: tl.constexpr,
-    LEAST_TILES: tl.constexpr,
+    LEAST_KEYS: tl.constexpr,
     CONTINUED: tl.constexpr,
 ):
     """One tile of query rows of one KV head against one split of its keys.
@@ -135,8 +135,8 @@ def attend_kernel(
 
     `SHARED` attends to what groups of sequences have in common: a group takes the place of a sequence, whose
     rows are its members', one each, and all stand behind its keys. `starts_ptr` then counts members,
-    `members_ptr` has their sequences, `rows_ptr` the first row of each sequence, a split has `LEAST_TILES`
-    key tiles at least, and sums are those of sequences, [S, HEADS, num_splits, ...]. `CONTINUED` leaves out
+    `members_ptr` has their sequences, `rows_ptr` the first row of each sequence, a split has `LEAST_KEYS`
+    keys at least, and sums are those of sequences, [S, HEADS, num_splits, ...]. `CONTINUED` leaves out
     the first `skipped_ptr` keys of each sequence and adds the sums that such a launch left in
     `shared_partial_ptr` and `shared_stats_ptr`, of `num_shared` splits.
     """
@@ -204,7 +204,7 @@ def attend_kernel(
         else:
             share = (high - low + num_splits - 1) // num_splits
             if SHARED:
-                share = tl.maximum(share, LEAST_TILES)
+                share = tl.maximum(share, LEAST_KEYS // BLOCK_N)
             low = low + split * share
             high = tl.minimum(high, low + share)
 
@@ -301,8 +301,10 @@ def attend_kernel(
                 sum2 = tl.dot(probability, value, sum2 * fade[:, None], input_precision="ieee")
 
     if CONTINUED:
-        # The first split alone takes them in, so that they are counted once.
-        count = tl.where((skipped > 0) & (split == 0), num_shared, 0)
+        # The first split alone takes them in, so that they are counted once; the last of theirs may be empty.
+        count = tl.minimum((skipped + LEAST_KEYS - 1) // LEAST_KEYS, num_shared)
+        if SPLIT:
+            count = tl.where(split == 0, count, 0)
         first_sum = seq.to(tl.int64) * HEADS * num_shared
         its_stats_ptr = shared_stats_ptr + first_sum * 2
         its_partial_ptr = shared_partial_ptr + first_sum * V_HEAD_SIZE

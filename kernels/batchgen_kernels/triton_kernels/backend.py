@@ -196,7 +196,8 @@ class TritonBackend(PagedBackend):
         self, query: torch.Tensor, kv: KVCache, meta: AttentionMetadata, spec: AttentionSpec
     ) -> _SharedSums | None:
         """Attend to what groups of sequences have in common; None where that is not done in this layer."""
-        shared, cost = meta.shared, self.sharing(spec, query.dtype, kv)
+        shared = meta.shared
+        cost = None if shared is None else self.sharing(spec, query.dtype, kv)
         if shared is None or cost is None:
             return None
         num_seqs, groups = int(meta.seq_lens.shape[0]), int(shared.lens.shape[0])
@@ -298,7 +299,7 @@ def attend_constants(
         "FIXED_TILES": (fixed_split or 0) // tile.keys,
         "ONE_ROW": one_row,
         "SHARED": shared,
-        "LEAST_TILES": LEAST_KEYS // tile.keys if shared else 0,
+        "LEAST_KEYS": LEAST_KEYS if shared or continued else 0,
         "CONTINUED": continued,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
