@@ -17,8 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from batchgen.bench.gaps import waiting_shares
-from batchgen.bench.kernels import ceilings
-from batchgen.bench.machine import product_rates, read_bandwidth
+from batchgen.bench.machine import ProductRate, product_rates
 from batchgen.bench.passes import Pass, run_pass
 from batchgen.bench.peers import harness
 from batchgen.bench.shapes import ModelShapes, Need, Product, Work, generating, model_shapes, needed
@@ -199,21 +198,16 @@ class Ours:
         config = load_config(find_model(self._spec).tokenizer_folder())
         shapes = model_shapes(config, [layer.spec for layer in core.runner.layers])
         place, dtype = core.runner.device.place, self._dtype
-        limits = ceilings(place, DTYPES[dtype])
-        bandwidth = read_bandwidth(place) if place.type == "cpu" else limits.copy_bandwidth
-        counted = shapes is not None and bool(done) and bool(passed.steps)
-        work = self._work(shapes, passed, done) if shapes is not None and counted else None
-        fastest = max([limits.product_rate, *(rate["best"] * 1e9 for rate in (work or {}).get("rates", ()))])
+        counted = shapes if done and passed.steps else None
+        rates = [] if counted is None else product_rates(_products(counted, passed), place, DTYPES[dtype])
+        limits = Limits.measured(place, DTYPES[dtype], rates)
         text = config.get_text_config()
         return {
             "shape": {n: getattr(text, n, None) for n in ("vocab_size", "hidden_size", "num_hidden_layers")},
-            "bandwidth": bandwidth,
-            "alone": self._alone(done, bandwidth) if len(done) == 1 else None,
-            "work": work,
-            "utilisation": {
-                "dtype": dtype,
-                **utilisation(core, shapes, passed, Limits(fastest, bandwidth)),
-            },
+            "bandwidth": limits.bandwidth,
+            "alone": self._alone(done, limits.bandwidth) if len(done) == 1 else None,
+            "work": None if counted is None else self._work(counted, passed, done, rates),
+            "utilisation": {"dtype": dtype, **utilisation(core, shapes, passed, limits)},
             "host": self._host(passed),
         }
 
@@ -225,16 +219,15 @@ class Ours:
         dtype: str = self._ready.pinned["dtype"]
         return dtype
 
-    def _work(self, shapes: ModelShapes, passed: Pass, done: list[tuple[Request, Output]]) -> dict[str, Any]:
+    def _work(
+        self,
+        shapes: ModelShapes,
+        passed: Pass,
+        done: list[tuple[Request, Output]],
+        rates: Sequence[ProductRate],
+    ) -> dict[str, Any]:
         work = [_work_of(request, output) for request, output in done]
         shared, apart = (needed(shapes, work, shared=value) for value in (True, False))
-        # Beside how many others a token is computed, in the mean over tokens.
-        rows = _mean_over_itself([step.tokens for step in passed.steps])
-        read = _mean_over_itself([step.logits for step in passed.steps])
-        asked: list[tuple[Product, int]] = [(product, rows) for product in shapes.products]
-        if shared.read:
-            asked.append((shapes.head, read))
-        rates = product_rates(asked, self._core.runner.device.place, DTYPES[self._dtype])
         tokens = {p: shared.tokens * p.count for p in shapes.products} | {shapes.head: shared.read}
         seconds = sum(tokens[r.product] * r.product.flop / (r.best * 1e9) for r in rates)
         return {
@@ -294,6 +287,16 @@ def _groups(spec: JobSpec) -> Iterator[list[Any]]:
         chosen = islice(rows, selection.limit)
         while group := list(islice(chosen, _GROUP)):
             yield group
+
+
+def _products(shapes: ModelShapes, passed: Pass) -> Iterator[tuple[Product, int]]:
+    """Those of a model, each with beside how many others a token is computed, in the mean over tokens."""
+    rows = _mean_over_itself([step.tokens for step in passed.steps])
+    for product in shapes.products:
+        yield product, rows
+    read = [step.logits for step in passed.steps]
+    if any(read):
+        yield shapes.head, _mean_over_itself(read)
 
 
 def _work_of(request: Request, output: Output) -> Work:

@@ -10,6 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from batchgen.bench.kernels import ceilings
+from batchgen.bench.machine import ProductRate, read_bandwidth
 from batchgen.bench.parts import STEP_KINDS
 from batchgen.bench.passes import Pass
 from batchgen.bench.shapes import ModelShapes
@@ -24,6 +28,26 @@ class Limits:
 
     product_rate: float
     bandwidth: float
+
+    @classmethod
+    def measured(
+        cls, device: torch.device, dtype: torch.dtype, rates: Iterable[ProductRate], *, quick: bool = False
+    ) -> Limits:
+        """Those of a device now.
+
+        Args:
+            device: a processor or a GPU.
+            dtype: of products.
+            rates: of products at a model's shapes; the fastest counts, if it is faster than one of square
+                matrices.
+            quick: see only whether it can be measured.
+
+        Returns:
+            With the bytes that a processor reads in a second, and that a GPU reads and writes in a copy.
+        """
+        found = ceilings(device, dtype, quick=quick)
+        bandwidth = read_bandwidth(device) if device.type == "cpu" else found.copy_bandwidth
+        return cls(max([found.product_rate, *(rate.best * 1e9 for rate in rates)]), bandwidth)
 
 
 @dataclass(frozen=True, slots=True)

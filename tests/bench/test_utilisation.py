@@ -11,9 +11,11 @@ from tiny_models import save_tiny_llama
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from batchgen.bench.kernels import Ceilings
+from batchgen.bench.machine import ProductRate
 from batchgen.bench.parts import DECODING, MIXED, PROMPTS
 from batchgen.bench.passes import run_pass
-from batchgen.bench.shapes import ModelShapes, model_shapes
+from batchgen.bench.shapes import ModelShapes, Product, model_shapes
 from batchgen.bench.steps import Span, Step
 from batchgen.bench.utilisation import CacheReads, Limits, computed_flop, utilisation
 from batchgen.engine.build import Engine
@@ -133,3 +135,14 @@ def test_a_model_whose_operations_are_not_counted(folder: Path) -> None:
     assert found["flop"] is found["flop_share"] is None
     assert found["kinds"][DECODING]["steps"] == 2
     assert found["kinds"][DECODING]["bytes"] is None
+
+
+def test_the_fastest_product_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = torch.device("cpu")
+    found = Ceilings("processor", "float32", 5e9, 70e9)
+    monkeypatch.setattr("batchgen.bench.utilisation.ceilings", lambda *_, quick: found)
+    monkeypatch.setattr("batchgen.bench.utilisation.read_bandwidth", lambda _: 9e9)
+    rates = [ProductRate(Product("qkv", 8, 8, 1), 4, ours, 60.0) for ours in (None, 80.0)]
+    assert Limits.measured(place, torch.float32, rates) == Limits(80e9, 9e9)
+    assert Limits.measured(place, torch.float32, rates[:1]) == Limits(70e9, 9e9)
+    assert Limits.measured(torch.device("cuda"), torch.float32, []) == Limits(70e9, 5e9)

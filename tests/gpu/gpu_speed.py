@@ -18,6 +18,7 @@ from batchgen.bench import table
 from batchgen.bench.gaps import waiting_shares
 from batchgen.bench.kernel_cases import ALIKE_EACH, ALIKE_ONCE, BLOCK_SIZE, DEVICE_SIZES, TINY_SIZES, layer_of
 from batchgen.bench.kernels import Measured, cases_of, ceilings, lines, measure, report
+from batchgen.bench.machine import product_rates
 from batchgen.bench.parts import DECODING
 from batchgen.bench.passes import Pass, run_pass
 from batchgen.bench.shapes import ModelShapes, model_shapes
@@ -101,8 +102,13 @@ def _numbers(shape: str) -> tuple[int, int]:
 def jobs(notes: Notes, place: Place, until: float) -> None:
     """Prompts, decoding, a shared prefix, on one engine; and what of a step the GPU waits."""
     model, half = (TINY, "float32") if place.dry else (MODEL, "bfloat16")
-    ceiling = ceilings(place.device, getattr(torch, half), quick=place.dry)
-    limits = Limits(ceiling.product_rate, ceiling.copy_bandwidth)
+    dtype, products = (
+        getattr(torch, half),
+        layer_of(load_config(find_model(model).tokenizer_folder())).products,
+    )
+    rates = product_rates([(product, 8 if place.dry else 8192) for product in products], place.device, dtype)
+    limits = Limits.measured(place.device, dtype, rates, quick=place.dry)
+    notes.figure("fastest products", limits.product_rate / 1e12, "TFLOP/s")
     began = time.perf_counter()
     llm = place.llm(model, dtype=half, max_model_len=LONGEST)
     notes.figure(f"seconds until {model.partition('?')[0]} is ready", time.perf_counter() - began, "s")
