@@ -48,6 +48,16 @@ def _load_part(
 
 
 @triton.jit
+def _load_scale(ptr, offsets, present, ALL: tl.constexpr):
+    """Scales of rows at `offsets` [n], 0 where absent; with ALL none is."""
+    if ALL:
+        scale = tl.load(ptr + offsets)
+    else:
+        scale = tl.load(ptr + offsets, mask=present, other=0)
+    return scale
+
+
+@triton.jit
 def _widen(x, dtype: tl.constexpr, FP8: tl.constexpr):
     """Elements as stored, in the dtype of a product. FP8: bytes of e4m3, by instruction (1) or shifts (2)."""
     if FP8 == 1:
@@ -256,7 +266,7 @@ def attend_kernel(
                 key = _widen(key, query1.dtype, FP8)
                 scores = tl.dot(query2, tl.trans(key), scores, input_precision="ieee")
             if SCALED:
-                key_scale = tl.load(key_scale_ptr + block * KEY_SCALE_PAGE + place, mask=present, other=0)
+                key_scale = _load_scale(key_scale_ptr, block * KEY_SCALE_PAGE + place, present, not rest)
                 scores = scores * key_scale[None, :]
             if SOFTCAP:
                 # tanh(x) = 1 - 2 / (1 + exp(2x)), right at both ends without a branch.
@@ -280,8 +290,8 @@ def attend_kernel(
 
             value_row = block * VALUE_PAGE + place * V_HEAD_SIZE
             if SCALED:
-                value_scale = tl.load(
-                    value_scale_ptr + block * VALUE_SCALE_PAGE + place, mask=present, other=0
+                value_scale = _load_scale(
+                    value_scale_ptr, block * VALUE_SCALE_PAGE + place, present, not rest
                 )
                 if not SCALE_VALUES:
                     probability = probability * value_scale[None, :]
