@@ -93,8 +93,8 @@ def utilisation(core: EngineCore, shapes: ModelShapes | None, done: Pass, limits
         `flop_share`, `bytes` (mean), `distinct_bytes` (what sequences share counted once), and
         `bandwidth_share`.
     """
-    # The processor's layers leave out what nobody reads of the last one.
-    whole = core.runner.program is None or core.runner.backend.name != "cpu"
+    # Layers that are one program leave out what nobody reads of the last one.
+    whole = core.runner.program is None
     of_kind = {kind: [step for step in done.steps if step.kind == kind] for kind in STEP_KINDS}
     flop = None if shapes is None or not done.steps else computed_flop(shapes, done.steps, whole=whole)
     return {

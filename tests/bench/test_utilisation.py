@@ -117,6 +117,17 @@ def test_shares_of_a_pass(folder: Path) -> None:
     assert decoding["bandwidth_share"] == pytest.approx(read / 2.0 / 1e5)
 
 
+@pytest.mark.parametrize("program", [True, False])
+def test_the_last_layer_is_whole_where_layers_are_transformers(folder: Path, program: bool) -> None:
+    core = (engine := make_engine(folder, attention="auto" if program else "reference")).core
+    assert (core.runner.program is not None) == program
+    shapes = shapes_of(engine, folder)
+    done = run_pass(core, [Request(0, [*range(9)], SamplingParams(max_tokens=1))])
+    found = utilisation(core, shapes, done, Limits(1.0, 1.0))["flop"]
+    assert found == computed_flop(shapes, done.steps, whole=not program)
+    assert computed_flop(shapes, done.steps, whole=True) > computed_flop(shapes, done.steps, whole=False)
+
+
 def test_a_prefix_that_all_rows_share_is_read_by_each(folder: Path) -> None:
     engine = make_engine(folder)
     sampling = SamplingParams(max_tokens=4, ignore_eos=True)
