@@ -232,7 +232,7 @@ class StepGraphs:
                 block_size=shape.block_size,
                 max_query_len=1,
                 max_seq_len=shape.blocks * shape.block_size,
-                shared=SharedPrefixes(*islice(members, 4)) if shared and cost else None,
+                shared=SharedPrefixes(*islice(members, 5)) if shared and cost else None,
             )
             for table, own, cost in zip(self._tables, slots, shape.sharing, strict=True)
         )

@@ -26,12 +26,14 @@ class SharedPrefixes:
             group's is not read.
         starts: int32 [G + 1]; members of group g are starts[g] to starts[g + 1], and may be none.
         lens: int32 [G]; keys that all members of a group see, a multiple of the block size.
+        count: int32 [1]; of groups, those beyond having no members.
         skipped: int32 [S]; the same of each sequence of the step, 0 for those in no group.
     """
 
     members: torch.Tensor
     starts: torch.Tensor
     lens: torch.Tensor
+    count: torch.Tensor
     skipped: torch.Tensor
 
     def check(self, meta: AttentionMetadata) -> None:
@@ -44,6 +46,10 @@ class SharedPrefixes:
         rows, lens = meta.query_start_loc.diff().tolist(), meta.seq_lens.tolist()
         _require(len(skipped) == len(lens), f"{len(skipped)} entries of skipped for {len(lens)} sequences")
         _require(starts[0] == 0 and starts[-1] <= len(members), "groups must run from 0 to their members")
+        some = starts[int(self.count) :]
+        _require(
+            some[0] == some[-1], f"{int(self.count)} groups are said to have members, and there are more"
+        )
         seen = set()
         for g, (first, end) in enumerate(itertools.pairwise(starts)):
             keys = int(self.lens[g])

@@ -5,6 +5,7 @@ Found on the host while a step is packed; `triton_kernels.backend` has what is l
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
@@ -51,12 +52,13 @@ class SharingCost:
       Groups run at the same time: what counts is the sum of the first over groups, or the largest of the
       second;
     * its sums, V floats for each head and split, are written and read again: 8 n s heads V bytes, at W;
-    * it is a launch more, and who goes on from there waits once for each split.
+    * it is a launch more, whose programs wait for each step of the search among G groups, and who goes on
+      from there waits once for each split.
 
     So groups save
 
         sum(n P B) - max(sum(ceil(n / t) P B), max(P B p / (s C)))    sum(8 n s heads V)
-        ---------------------------------------------------------- -  ------------------ - launch - s wait
+        ---------------------------------------------------------- -  ------------------ - L - (s + log2 G) w
                                   c W                                          W
 
     seconds, and are chosen where this is more than 0. Estimates are on the side of not sharing: the first
@@ -105,7 +107,8 @@ class SharingCost:
         members = sum(len(group.members) for group in groups)
         read = (alone - max(together, slowest)) * self.key_bytes / (CACHE_SPEED * self.bandwidth)
         sums = members * splits * self.sum_bytes / self.bandwidth
-        return read - sums - LAUNCH_SECONDS - splits * WAIT_SECONDS
+        waits = splits + math.ceil(math.log2(len(groups)))
+        return read - sums - LAUNCH_SECONDS - waits * WAIT_SECONDS
 
     def pays(self, group: SharedGroup, sequences: int) -> bool:
         """Whether a group is worth its own sums, in a launch that there is anyway."""
@@ -212,14 +215,14 @@ def pack_groups(groups: Groups, sequences: int, *, fixed: bool = False) -> list[
         sequences: of the step, padding included.
         fixed: whether sizes are to depend on `sequences` alone; what is too many has no members.
     """
-    count = most_groups(sequences) if fixed else len(groups)
+    room = most_groups(sequences) if fixed else len(groups)
     sizes = [len(group.members) for group in groups]
     members = np.zeros(sequences if fixed else sum(sizes), dtype=np.int32)
     members[: sum(sizes)] = [s for group in groups for s in group.members]
-    starts, lens = np.full(count + 1, sum(sizes), dtype=np.int32), np.zeros(count, dtype=np.int32)
+    starts, lens = np.full(room + 1, sum(sizes), dtype=np.int32), np.zeros(room, dtype=np.int32)
     starts[: len(groups) + 1] = np.cumsum([0, *sizes])
     lens[: len(groups)] = [group.keys for group in groups]
     skipped = np.zeros(sequences, dtype=np.int32)
     for group in groups:
         skipped[list(group.members)] = group.keys
-    return [members, starts, lens, skipped]
+    return [members, starts, lens, np.array([len(groups)], dtype=np.int32), skipped]

@@ -184,7 +184,7 @@ def builds(case: Case, chip: tiles.Chip) -> Iterator[Build]:
     step = {"starts_ptr": torch.int32, "seq_lens_ptr": torch.int32, "table_ptr": torch.int32}
     given = {**outputs, "query_ptr": dtype, **stored, "sinks_ptr": sinks, **step}
     sums = dict.fromkeys(("shared_partial_ptr", "shared_stats_ptr"), torch.float32 if case.shared else None)
-    of_members = dict.fromkeys(("members_ptr", "rows_ptr"))
+    of_members = dict.fromkeys(("members_ptr", "count_ptr", "rows_ptr"))
     skipped = torch.int32 if case.shared else None
     yield Build(
         attend_kernel,

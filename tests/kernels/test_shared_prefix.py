@@ -144,13 +144,14 @@ def test_at_most_as_many_groups_as_a_captured_step_has_room_for() -> None:
 
 def test_what_kernels_are_given() -> None:
     groups = [SharedGroup([4, 1], 32), SharedGroup([0, 5, 2], 16)]
-    members, starts, lens, skipped = (array.tolist() for array in pack_groups(groups, 6))
-    assert (members, starts, lens) == ([4, 1, 0, 5, 2], [0, 2, 5], [32, 16])
+    members, starts, lens, count, skipped = (array.tolist() for array in pack_groups(groups, 6))
+    assert (members, starts, lens, count) == ([4, 1, 0, 5, 2], [0, 2, 5], [32, 16], [2])
     assert skipped == [16, 32, 16, 0, 32, 16]
     wide = pack_groups(groups, 12, fixed=True)
     assert [array.shape for array in wide] == [array.shape for array in pack_groups([], 12, fixed=True)]
     assert wide[1].tolist() == [0, 2, 5, 5]
     assert wide[2].tolist() == [32, 16, 0]
+    assert wide[3].tolist() == [2]
     assert {array.dtype for array in wide} == {np.dtype(np.int32)}
 
 
@@ -175,6 +176,11 @@ def test_groups_are_checked_where_they_are_on_the_host() -> None:
             metadata(groups).check(10)
     with pytest.raises(ValueError, match="group 0 of 32 keys cannot have sequence 0"):
         metadata([SharedGroup([0, 1], 32)], seq_lens=[32, 50, 40, 40]).check(10)
+    meta = metadata([SharedGroup([0, 1], 32)])
+    assert meta.shared is not None
+    meta.shared.count[0] = 0
+    with pytest.raises(ValueError, match="0 groups are said to have members"):
+        meta.check(10)
     for number, value, said in (
         (3, 16, "sequences \\[3\\] skip keys"),
         (0, 16, "group 0 of 32 keys cannot have sequence 0"),

@@ -93,6 +93,7 @@ def attend_kernel(
     seq_lens_ptr,
     table_ptr,
     members_ptr,
+    count_ptr,
     rows_ptr,
     skipped_ptr,
     shared_partial_ptr,
@@ -144,10 +145,10 @@ def attend_kernel(
     others before the first product.
 
     `SHARED` attends to what groups of sequences have in common: a group takes the place of a sequence, whose
-    rows are its members', one each, and all stand behind its keys. `starts_ptr` then counts members,
-    `members_ptr` has their sequences, `rows_ptr` the first row of each sequence, a split has `LEAST_KEYS`
-    keys at least, and sums are those of sequences, [S, HEADS, num_splits, ...]. `CONTINUED` leaves out
-    the first `skipped_ptr` keys of each sequence and adds the sums that such a launch left in
+    rows are its members', one each, and all stand behind its keys. `starts_ptr` then counts members of
+    `count_ptr` groups, `members_ptr` has their sequences, `rows_ptr` the first row of each sequence, a split
+    has `LEAST_KEYS` keys at least, and sums are those of sequences, [S, HEADS, num_splits, ...]. `CONTINUED`
+    leaves out the first `skipped_ptr` keys of each sequence and adds the sums that such a launch left in
     `shared_partial_ptr` and `shared_stats_ptr`, of `num_shared` splits.
     """
     # Later tiles of a sequence see more keys: who starts first should take longest.
@@ -162,6 +163,8 @@ def attend_kernel(
         start = tile
         num_rows = tl.full([], 1, tl.int32)
     else:
+        if SHARED:
+            num_seqs = tl.load(count_ptr)
         seq = _sequence_of(tile, starts_ptr, num_seqs, TILE_TOKENS)
         start = tl.load(starts_ptr + seq)
         num_rows = tl.load(starts_ptr + seq + 1) - start

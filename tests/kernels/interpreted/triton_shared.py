@@ -189,6 +189,7 @@ MUTATIONS = {
         "table_row + skipped // BLOCK_SIZE",
         "table_row + skipped // BLOCK_SIZE + (skipped > 0)",
     ),
+    "the last group is not looked for": ("tl.load(count_ptr)", "tl.load(count_ptr) - 1"),
     "a tile of shared keys is taken for whole": ("seen_by_all // BLOCK_N", "(seen_by_all + 63) // BLOCK_N"),
     "the last block of what is shared is left out": (
         "    end = history\n",
