@@ -555,11 +555,12 @@ class Scheduler:
 
     def _schedule_tokens(self, step: _Step, request: Request, num_tokens: int) -> None:
         start = request.num_computed_tokens
-        request.num_computed_tokens = start + num_tokens
-        samples = request.generates and request.num_computed_tokens == request.num_expected
+        request.num_computed_tokens = stop = start + num_tokens
+        known = request.num_tokens
+        samples = request.generates and stop == known + request.num_pending
         block_ids = self.manager.block_ids(request)
         scheduled = ScheduledRequest(request, start, num_tokens, samples, block_ids)
-        scheduled.pending = request.num_computed_tokens > request.num_tokens
+        scheduled.pending = stop > known
         step.scheduled[request.request_id] = scheduled
         step.budget -= num_tokens
 

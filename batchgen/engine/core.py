@@ -462,13 +462,12 @@ class EngineCore:
         """
         row = self._live[request.row]
         tokens = [token for token, _ in drawn if isinstance(token, int)]
-        errors = [token for token, _ in drawn if isinstance(token, RowError)]
-        if errors:
-            yield self.fail(request.row, errors[0])
+        if len(tokens) < len(drawn):
+            yield self.fail(request.row, next(token for token, _ in drawn if isinstance(token, RowError)))
             return
         self.counters.sampled += len(tokens)
         row.phases.has_token(now)
-        mine = row.samples[request.sample :][: len(tokens)]
+        mine = row.samples[request.sample : request.sample + len(tokens)]
         for live, token, (_, scores) in zip(mine, tokens, drawn, strict=True):
             live.append(token, scores)
         if request.num_forks:
