@@ -136,7 +136,7 @@ def pack_step(
         input_ids=input_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
         logits_rows=logits_rows,
-        needed=NeededRows(needed, RowsApart(*there) if there else None),
+        needed=NeededRows(needed, _on_device(there, apart)),
         samplers=[s for s in scheduled if s.samples],
         metadata=tuple(packed.metadata(list(islice(rest, len(packed.arrays)))) for packed in sequences),
     )
@@ -185,6 +185,15 @@ def _sequences(
         )
         for group, tables in enumerate(zip(*(s.block_ids for s in scheduled), strict=True))
     ]
+
+
+def _on_device(tensors: Sequence[torch.Tensor], arrays: Sequence[Array]) -> RowsApart | None:
+    """What `rows_apart` has given, behind the transfer; None where that is nothing."""
+    if not arrays:
+        return None
+    rows, sequences, starts, lens = tensors
+    runs = np.diff(np.asarray(arrays[2], dtype=np.int64))
+    return RowsApart(rows, sequences, starts, lens, int(runs.max(initial=0)))
 
 
 def _needed_rows(scheduled: list[ScheduledRequest], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

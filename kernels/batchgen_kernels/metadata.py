@@ -227,12 +227,14 @@ class RowsApart:
         sequences: int64 [R]; which sequence of the step each is a part of.
         query_start_loc: int32 [R + 1], as in `AttentionMetadata`.
         seq_lens: int32 [R], the same.
+        max_query_len: most rows of a sequence.
     """
 
     rows: torch.Tensor
     sequences: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
+    max_query_len: int
 
     def metadata(self, whole: AttentionMetadata) -> AttentionMetadata:
         """Of these rows, from that of all."""
@@ -245,7 +247,7 @@ class RowsApart:
             slot_mapping=whole.slot_mapping[:count],
             num_tokens=count,
             block_size=whole.block_size,
-            max_query_len=whole.max_query_len,
+            max_query_len=self.max_query_len,
             max_seq_len=whole.max_seq_len,
         )
 
@@ -307,7 +309,7 @@ def runs_of(
 def rows_apart(
     rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int32], lens: npt.NDArray[np.int32]
 ) -> list[npt.NDArray[np.int32] | npt.NDArray[np.int64]]:
-    """What `RowsApart` is made of, on the host; arguments as of `runs_of`."""
+    """The tensors of `RowsApart`, on the host; arguments as of `runs_of`."""
     seq, _, counts, positions, places = runs_of(rows, starts, lens).T
     ends = np.append(places, len(rows)).astype(np.int32)
     return [rows, seq.copy(), ends, (positions + counts).astype(np.int32)]

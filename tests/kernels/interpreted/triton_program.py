@@ -92,7 +92,8 @@ class Fused:
 def read_rows(rows: Sequence[int], meta: AttentionMetadata) -> NeededRows:
     needed = np.array(rows, dtype=np.int64)
     apart = rows_apart(needed, meta.query_start_loc.numpy(), meta.seq_lens.numpy())
-    return NeededRows(needed, RowsApart(*map(torch.from_numpy, apart)))
+    longest = int(np.diff(apart[2]).max(initial=0))
+    return NeededRows(needed, RowsApart(*map(torch.from_numpy, apart), longest))
 
 
 def build(name: str, dtype: torch.dtype) -> Any:
