@@ -180,10 +180,10 @@ def memory(notes: Notes, place: Place) -> None:
     runner, limit, said = llm._core.runner, 8 if place.dry else 256, _Said()
     execute = runner.execute
 
-    def refusing(planned: Any, **more: Any) -> Any:
+    def refusing(planned: Any, *more: Any, **options: Any) -> Any:
         if planned.total_tokens > limit:
             raise torch.OutOfMemoryError("CUDA out of memory, as the check wants it")
-        return execute(planned, **more)
+        return execute(planned, *more, **options)
 
     runner.execute = refusing
     logging.getLogger("batchgen").addHandler(said)

@@ -102,11 +102,11 @@ def _numbers(shape: str) -> tuple[int, int]:
 def jobs(notes: Notes, place: Place, until: float) -> None:
     """Prompts, decoding, a shared prefix, on one engine; and what of a step the GPU waits."""
     model, half = (TINY, "float32") if place.dry else (MODEL, "bfloat16")
-    dtype, products = (
-        getattr(torch, half),
-        layer_of(load_config(find_model(model).tokenizer_folder())).products,
-    )
-    rates = product_rates([(product, 8 if place.dry else 8192) for product in products], place.device, dtype)
+    config, dtype = load_config(find_model(model).tokenizer_folder()), getattr(torch, half)
+    products, rows = layer_of(config).products, 8192
+    if place.dry:
+        products, rows = products[:1], 8
+    rates = product_rates([(product, rows) for product in products], place.device, dtype)
     limits = Limits.measured(place.device, dtype, rates, quick=place.dry)
     notes.figure("fastest products", limits.product_rate / 1e12, "TFLOP/s")
     began = time.perf_counter()
@@ -114,9 +114,7 @@ def jobs(notes: Notes, place: Place, until: float) -> None:
     notes.figure(f"seconds until {model.partition('?')[0]} is ready", time.perf_counter() - began, "s")
     notes.fact("engine", list(llm.notes))
     core = llm._core
-    shapes = model_shapes(
-        load_config(find_model(model).tokenizer_folder()), [layer.spec for layer in core.runner.layers]
-    )
+    shapes = model_shapes(config, [layer.spec for layer in core.runner.layers])
     bench = _Jobs(notes, place, core, shapes, limits, half)
     notes.figure("warm-up", bench.run(warmup_rows()).seconds, "s")
     for part in (_prefill, _decode, _shared):
@@ -126,6 +124,12 @@ def jobs(notes: Notes, place: Place, until: float) -> None:
             continue
         with notes.attempt(f"{name} runs to its end"):
             part(notes, bench)
+    if core.ahead is not None:
+        followed, alone = core.ahead.followed, core.ahead.alone
+        share = 100 * followed / max(1, followed + sum(alone.values()))
+        notes.figure("steps behind which another was launched at once", share, "%")
+        told = ", ".join(f"{why} {count}" for why, count in alone.items())
+        notes.check("no step failed behind another", not alone["error"], f"alone: {told or 'none'}")
     llm.close()
 
 
