@@ -179,6 +179,7 @@ class Ours:
             "output_tokens": sum(output.completion_tokens for _, output in done),
             "preparing_seconds": given.preparing if self._own else None,
             "steps": passed.count,
+            "followed": passed.followed,
             "computed_tokens": passed.computed,
             "cached_tokens": passed.cached,
             "hit_share": passed.hit_share,

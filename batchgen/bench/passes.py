@@ -25,6 +25,8 @@ class Pass:
         outputs: by the number of a request.
         steps: in their order; none where it is not known which time is whose.
         count: of steps.
+        followed: those behind which the next was launched before their tokens were known; None where that is
+            never done.
         computed: tokens.
         prompt_tokens: of what was admitted, once for each time.
         cached: those of them that came from the prefix cache.
@@ -37,6 +39,7 @@ class Pass:
     outputs: dict[int, Output] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     count: int = 0
+    followed: int | None = None
     computed: int = 0
     prompt_tokens: int = 0
     cached: int = 0
@@ -56,7 +59,8 @@ def run_pass(core: EngineCore, requests: Iterable[Request]) -> Pass:
     Raises:
         EngineError: a step could not be run.
     """
-    found, stats = Pass(), core.scheduler.stats
+    found, stats, ahead = Pass(), core.scheduler.stats, core.ahead
+    followed = 0 if ahead is None else ahead.followed
     before, counted = dataclasses.replace(stats), dataclasses.replace(core.counters)
     waiting = iter(requests)
     seconds: list[float] = []
@@ -79,6 +83,7 @@ def run_pass(core: EngineCore, requests: Iterable[Request]) -> Pass:
     if len(spans) == len(seconds):
         found.steps = [Step(*step) for step in zip(spans, seconds, held, strict=True)]
     found.count = core.counters.steps - counted.steps
+    found.followed = None if ahead is None else ahead.followed - followed
     found.computed = core.counters.computed - counted.computed
     found.prompt_tokens = stats.prompt_tokens - before.prompt_tokens
     found.cached = stats.cached_tokens - before.cached_tokens

@@ -116,6 +116,9 @@ def _details(contestant: Mapping[str, Any]) -> Iterator[str]:
         f"{details['empty_slots']:.1%} of its slots held without a token"
         + (f", {counted(details['preemptions'], 'preemption')}" if details["preemptions"] else "")
     )
+    if details["followed"] is not None:
+        share = details["followed"] / details["steps"]
+        yield f"    the next step was launched before the tokens of a step were known: {share:.0%} of them"
     if details["preparing_seconds"] is not None:
         yield f"    before that, reading, rendering and tokenizing rows: {details['preparing_seconds']:.2f} s"
     if details["failed"]:

@@ -141,6 +141,8 @@ class Scheduler:
         self._watermark_blocks = int(config.watermark * self.manager.pool.num_usable)
         self._arrivals = 0
         self._steps: list[_Step] = []
+        # Requests that end with a token that is pending: another may have their place.
+        self._ending: set[int] = set()
 
     @property
     def has_unfinished(self) -> bool:
@@ -216,10 +218,9 @@ class Scheduler:
         self._count_step(step)
         self._name_late(step)
         for request_id, scheduled in step.scheduled.items():
-            if scheduled.samples:
-                scheduled.request.num_pending = 0
-                if request_id in sampled:
-                    scheduled.request.output_token_ids.append(sampled[request_id])
+            if scheduled.samples and request_id in sampled:
+                scheduled.request.output_token_ids.append(sampled[request_id])
+        self._expect(step, 0)
         self._check_if_debug()
 
     def rollback(self, output: SchedulerOutput) -> None:
@@ -233,11 +234,11 @@ class Scheduler:
         if step is None:
             return
         slid = step.followed and self.manager.coordinator.slides
+        self._expect(step, 0)
         self.manager.unregister(step.named)
         for request_id, scheduled in reversed(step.scheduled.items()):
             request = scheduled.request
-            if scheduled.samples:
-                request.num_pending = 0
+            self._ending.discard(request_id)
             if request_id in step.admitted_from:
                 self._withdraw(scheduled, step.admitted_from[request_id])
             elif request_id in step.copies or slid:
@@ -329,7 +330,8 @@ class Scheduler:
     def check(self) -> None:
         """Assert every invariant of pool, tables and queues."""
         self.manager.check()
-        assert len(self.running) <= self.config.max_num_seqs, "too many requests run"
+        assert len(self.running) - len(self._ending) <= self.config.max_num_seqs, "too many requests run"
+        assert self._ending <= self.running.keys(), "a request that does not run is to end"
         alone = len(self.running) == 1
         assert alone or self._num_places() <= self.config.max_num_seqs, "no places are left for forks"
         waiting = {request.request_id: request for request in self.waiting}
@@ -395,15 +397,18 @@ class Scheduler:
             raise ValueError(f"request {child.request_id} and {parent.request_id} differ in their cache_keys")
 
     def _num_places(self) -> int:
-        """Requests that run, with the forks that they will become."""
-        return len(self.running) + sum(request.num_forks for request in self.running.values())
+        """Requests that run and go on, with the forks that they will become."""
+        forks = sum(request.num_forks for request in self.running.values())
+        return len(self.running) - len(self._ending) + forks
 
     def _extend_running(self, step: _Step) -> None:
         for request in list(self.running.values()):
             if step.budget == 0:
                 break
+            if step.early and self._ends(request):
+                self._ending.add(request.request_id)
             # Gone since the list was made, to make room for an earlier request.
-            if request.state is RequestState.RUNNING and not (step.early and self._ends(request)):
+            elif request.state is RequestState.RUNNING:
                 self._extend(step, request)
 
     def _ends(self, request: Request) -> bool:
@@ -468,6 +473,7 @@ class Scheduler:
 
     def _leave_running(self, request: Request) -> None:
         del self.running[request.request_id]
+        self._ending.discard(request.request_id)
         self.manager.free(request)
 
     def _void(self, request: Request) -> None:
@@ -477,11 +483,11 @@ class Scheduler:
             step.scheduled.pop(request.request_id, None)
 
     def _name_running(self, step: _Step) -> None:
-        for request_id, scheduled in step.scheduled.items():
-            computed = scheduled.request.num_computed_tokens
-            step.named += self.manager.register(scheduled.request, computed)
-            if scheduled.pending and computed % self.manager.block_size == 0:
-                step.unnamed[request_id] = computed
+        for scheduled in step.scheduled.values():
+            step.named += self.manager.register(scheduled.request, scheduled.request.num_computed_tokens)
+        if step.early:
+            stops = {i: s.start + s.num_tokens for i, s in step.scheduled.items() if s.pending}
+            step.unnamed = {i: stop for i, stop in stops.items() if stop % self.manager.block_size == 0}
 
     def _name_late(self, step: _Step) -> None:
         """Name blocks that ended in a token that was pending, and is known now."""
@@ -494,9 +500,14 @@ class Scheduler:
         """Expect the tokens of a step that is under way."""
         step.followed = True
         self._name_late(step)
-        for scheduled in step.scheduled.values():
-            if scheduled.samples:
-                scheduled.request.num_pending = 1
+        self._expect(step, 1)
+
+    def _expect(self, step: _Step, count: int) -> None:
+        """Set how many tokens are pending of each request that samples, where the step is followed."""
+        if step.followed:
+            for scheduled in step.scheduled.values():
+                if scheduled.samples:
+                    scheduled.request.num_pending = count
 
     def _admit_waiting(self, step: _Step) -> None:
         request = self.waiting.peek()
@@ -554,14 +565,14 @@ class Scheduler:
         self.waiting.push_front(request)
 
     def _schedule_tokens(self, step: _Step, request: Request, num_tokens: int) -> None:
-        start = request.num_computed_tokens
+        start, known = request.num_computed_tokens, request.num_tokens
         request.num_computed_tokens = stop = start + num_tokens
-        known = request.num_tokens
         samples = request.generates and stop == known + request.num_pending
         block_ids = self.manager.block_ids(request)
         scheduled = ScheduledRequest(request, start, num_tokens, samples, block_ids)
-        scheduled.pending = stop > known
         step.scheduled[request.request_id] = scheduled
+        if stop > known:
+            scheduled.pending = True
         step.budget -= num_tokens
 
     def _close(self, step: _Step) -> None:

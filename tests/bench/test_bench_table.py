@@ -25,6 +25,7 @@ def details(**more: Any) -> dict[str, Any]:
     return {
         "seconds": 2.0,
         "steps": 7,
+        "followed": None,
         "computed_tokens": 100,
         "cached_tokens": 20,
         "preemptions": 0,
@@ -138,7 +139,9 @@ def test_a_table() -> None:
 
 def test_what_only_some_have() -> None:
     alone = {"tokens_per_second": 30.0, "bytes_per_token": 500e6, "bandwidth_share": 0.75}
-    more = details(alone=alone, work=None, failed={"empty_prompt": 2}, preparing_seconds=0.5, preemptions=3)
+    more = details(
+        alone=alone, work=None, failed={"empty_prompt": 2}, preparing_seconds=0.5, preemptions=3, followed=6
+    )
     text = told(("job", [contestant("batchgen", [run(0, 50.0, details=more, others_seconds=1.0)])]))
     assert "round 1: other processes had 25% of the time; measure on an idle machine" in text
     assert "operations are not counted for a model of this kind" in text
@@ -149,6 +152,7 @@ def test_what_only_some_have() -> None:
     assert "rows that failed: empty_prompt 2" in text
     assert "tokenizing rows: 0.50 s" in text
     assert "3 preemptions" in text
+    assert "launched before the tokens of a step were known: 86% of them" in text
 
 
 def test_what_steps_use() -> None:

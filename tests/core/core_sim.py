@@ -24,7 +24,14 @@ from batchgen.types import Request, RequestState, RowFailure, SamplingParams
 BAD = ("not finite", -1, -1)
 VOCABULARY = 3
 KINDS = ["add"] * 6 + ["step"] * 8 + ["fork", "fail", "poison", "abort", "in flight", "preempt"]
-EARLY = [*KINDS, *["launch"] * 12, *["confirm"] * 8, *["take back"] * 3, "take all back", "poison earliest"]
+EARLY = [
+    *KINDS,
+    *["launch"] * 12,
+    *["confirm"] * 8,
+    *["take back"] * 3,
+    *["take all back"] * 4,
+    "poison earliest",
+]
 """Of random actions, each as often as it is listed."""
 
 executed = Counter[str]()

@@ -294,6 +294,17 @@ def last_token_is_followed(patch):
     patch.setattr(Scheduler, "_ends", ends)
 
 
+def who_would_end_stays_ending(patch):
+    original = Scheduler.rollback
+
+    def rollback(self, output):
+        ending = set(self._ending)
+        original(self, output)
+        self._ending = ending & self.running.keys()
+
+    patch.setattr(Scheduler, "rollback", rollback)
+
+
 def early_steps_take_blocks(patch):
     original = Scheduler._extend
 
@@ -327,10 +338,12 @@ LOOKING_AHEAD = (
     names_late_what_has_ended,
     pending_tokens_stay_pending,
     last_token_is_followed,
+    who_would_end_stays_ending,
     early_steps_take_blocks,
     who_ends_stays_in_the_next_step,
     windows_slide_back,
 )
+AHEAD = [*["add"] * 6, *["launch"] * 12, *["confirm"] * 4, *["take back"] * 2, *["take all back"] * 4]
 HYBRID = (
     window_frees_a_token_too_early,
     window_frees_nothing,
@@ -348,7 +361,7 @@ def run_all(windows, early=False):
     for seed in SEEDS:
         kinds = FORKING if seed % 2 else KINDS
         if early:
-            kinds = [*kinds, *EARLY]
+            kinds = AHEAD if seed % 2 else EARLY
         random_run(seed, kinds, windows=windows, num_blocks=6 + seed % 8, max_seqs=2 + seed % 5)
 
 

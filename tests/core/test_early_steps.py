@@ -111,6 +111,28 @@ def test_what_ends_with_its_pending_token_is_not_followed() -> None:
     assert not scheduler.schedule().scheduled
 
 
+def test_who_ends_with_its_pending_token_gives_its_place_to_another() -> None:
+    scheduler = make(max_num_seqs=2)
+    for number, max_tokens in enumerate((1, 5, 1, 5)):
+        scheduler.add(row(number, 4, max_tokens))
+    first = scheduler.schedule()
+    second = scheduler.schedule(early=True)
+    assert [s.request.request_id for s in second.scheduled] == [1, 2]
+    scheduler.rollback(second)
+    scheduler.rollback(first)
+    first = scheduler.schedule()
+    assert [s.request.request_id for s in first.scheduled] == [0, 1]
+    second = scheduler.schedule(early=True)
+    scheduler.update(first, {0: 1, 1: 1})
+    scheduler.finish(0)
+    third = scheduler.schedule(early=True)
+    assert [s.request.request_id for s in third.scheduled] == [1, 3]
+    assert scheduler.num_running == 3
+    scheduler.update(second, {1: 1, 2: 1})
+    scheduler.finish(2)
+    scheduler.update(third, {1: 1, 3: 1})
+
+
 def test_an_early_step_with_nothing_to_do_is_none() -> None:
     scheduler = make()
     scheduler.add(row(0, 4, 1))

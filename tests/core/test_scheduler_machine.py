@@ -49,7 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.sim.step()
 
-    @rule(count=st.integers(1, 6), smaller=st.sampled_from([None, None, None, 1, 5]))
+    @rule(count=st.integers(1, 12), smaller=st.sampled_from([None, None, None, 1, 5]))
     def launch(self, count, smaller):
         """Steps each of which is decided before the one before it is confirmed; two stay under way."""
         for _ in range(count):

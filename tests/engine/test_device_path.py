@@ -27,6 +27,7 @@ from families import FAMILIES, Family
 from batchgen.core.scheduler import ScheduledRequest, SchedulerOutput
 from batchgen.devices import CUDA
 from batchgen.engine.device import Device
+from batchgen.engine.inputs import PendingTokens
 from batchgen.engine.kv_memory import plan_kv_layout
 from batchgen.engine.runner import ModelRunner
 from batchgen.engine.transfer import Transfer, size
@@ -225,6 +226,16 @@ def test_a_program_waits_for_nothing_and_ends_with_rows_that_are_read(
     assert kernels["rms_norm_kernel"].rows[-1] == 2
     runner.execute(planned, whole=True)
     assert kernels["attend_kernel"].rows[-1] == kernels["rms_norm_kernel"].rows[-1] == 27
+
+
+def test_tokens_that_are_pending_are_not_waited_for(kernels: dict[str, Kernel]) -> None:
+    runner = runner_of(FAMILIES[0])
+    planned = step(runner, (request(0, 40), 39, 40, True), (request(1, 41), 40, 42, True))
+    planned.scheduled[1].pending = True
+    pending = PendingTokens(torch.empty(3, dtype=torch.int64, device=META), {1: 2})
+    with OneDevice() as watch:
+        assert runner.execute(planned, pending).shape == (2, VOCABULARY)
+    assert watch.copies == 3, "where the tokens are, and where they go"
 
 
 def test_tokens_are_drawn_without_waiting(kernels: dict[str, Kernel]) -> None:
