@@ -75,8 +75,10 @@ class ScheduledRequest:
 
     def token_ids(self) -> list[int]:
         """Ids of its positions; 0 stands for the one that is pending."""
-        known = self.request.tokens(self.start, self.start + self.num_tokens)
-        return [*known, 0] if len(known) < self.num_tokens else known
+        stop = self.start + self.num_tokens
+        if self.pending:
+            return [*self.request.tokens(self.start, stop - 1), 0]
+        return self.request.tokens(self.start, stop)
 
 
 @dataclass(slots=True)
@@ -413,12 +415,11 @@ class Scheduler:
 
     def _ends(self, request: Request) -> bool:
         """Whether a request has all its tokens once the step under way is done."""
-        length = len(request.output_token_ids) + request.num_pending
-        return (
-            request.num_computed_tokens == request.num_expected
-            or (request.num_pending > 0 and length >= request.sampling.max_tokens)
-            or request.num_expected > self._most_tokens(request)
-        )
+        expected = request.num_expected
+        if not request.num_pending:
+            return request.num_computed_tokens == expected
+        last = len(request.output_token_ids) + 1 >= request.sampling.max_tokens
+        return last or expected >= self.config.max_model_len
 
     def _extend(self, step: _Step, request: Request) -> None:
         num_tokens = min(self._num_to_compute(request), step.budget)
