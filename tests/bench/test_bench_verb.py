@@ -190,6 +190,7 @@ def check_details(details: dict[str, Any], workload: dict[str, Any]) -> None:
     assert details["hit_share"] == 0
 
 
+@pytest.mark.slow
 def test_a_dummy_takes_any_tokens(capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Standard rows on a model that knows fewer tokens than they are in."""
     monkeypatch.chdir(tmp_path)

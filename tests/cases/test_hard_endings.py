@@ -162,7 +162,8 @@ def test_c35_torn_log(place: Place, calm: Data) -> None:
     assert 0 < lost < before
     assert any("torn or damaged" in message for message in found["messages"])
     assert "torn or damaged, left out" in finish(place, job, calm)
-    assert 0 < sampled(place.output) - TOKENS < 24 * (lost + 8)
+    # Beside what was lost and what was on its way, rows that had ended and waited for their commit.
+    assert 0 < sampled(place.output) - TOKENS < 24 * (lost + 8) + TOKENS // 4
 
 
 def test_c39_two_runs(place: Place, calm: Data, launched: list[Process]) -> None:

@@ -18,6 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
 DRAWN = SamplingParams(temperature=0.8, max_tokens=8, seed=1, logprobs=2)
 
 
+@pytest.mark.slow
 def test_a_start_from_the_cache_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     converted, cache = cache_dir() / "gguf", tmp_path / "cache"
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(cache_dir() / "numba"))
