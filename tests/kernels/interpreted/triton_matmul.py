@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_cases import EXAMPLES, FLOATS, TOLERANCE, mutated
+from triton_cases import EXAMPLES, FLOATS, TOLERANCE, mutated, quiet
 
 from batchgen.engine import invariant_products
 from batchgen_kernels.triton_kernels import matmul, matmul_kernel
@@ -97,7 +97,7 @@ MUTATIONS = {
 def test_a_mistake_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = mutated(matmul_kernel, *MUTATIONS[name], tmp_path)
     monkeypatch.setattr(matmul, "multiply_kernel", module.multiply_kernel)
-    with pytest.raises(AssertionError):
+    with quiet(), pytest.raises(AssertionError):
         _all_once()
 
 

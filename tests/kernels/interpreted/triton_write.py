@@ -134,7 +134,7 @@ MUTATIONS = {
 def test_a_mistake_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = mutated(write_kernel, *MUTATIONS[name], tmp_path)
     monkeypatch.setattr(backend, "write_kernel", module.write_kernel)
-    with pytest.raises(AssertionError):
+    with quiet(), pytest.raises(AssertionError):
         _write_once()
 
 
